@@ -1,0 +1,205 @@
+"""All settings: read once, frozen, closed. Each part is handed its own section only.
+
+`load_settings` merges defaults < file (TOML, YAML-free) < command line. Nothing here reads the environment.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from core.errors import InvalidArgument
+
+
+class Section(BaseModel):
+    """A frozen, closed group of settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineSettings(Section):
+    """One target forward over paged KV."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    num_threads: int = Field(2, ge=1, description="Compute threads of a worker's engine.")
+    block_size: int = Field(16, ge=4, le=256, description="Token slots a block.")
+    num_blocks: int = Field(1024, ge=8, description="Blocks of the KV pool.")
+    hidden_layers: tuple[int, ...] = Field(
+        (), description="Layers whose output hidden state is kept with the KV."
+    )
+    attention: Literal["auto", "native", "torch"] = "auto"
+    max_context: int | None = Field(None, ge=16, description="None: what the model allows.")
+
+
+class HandoffSettings(Section):
+    """The Fetch stream between decode and prefill workers, and its faults."""
+
+    credit_bytes: int = Field(16 * 2**20, ge=2**16, description="Plane bytes under way at most.")
+    chunk_bytes: int = Field(1 * 2**20, ge=2**12, description="Plane bytes a message at most.")
+    progress_timeout_s: float = Field(10.0, gt=0, description="Longest silence of a started transfer.")
+    queue_timeout_s: float = Field(60.0, gt=0, description="Longest wait for the first chunk.")
+    missing_prefill: Literal["lenient", "strict"] = "lenient"
+    bad_checksum: Literal["prefill_here", "fail"] = "prefill_here"
+
+
+class PrefillSettings(Section):
+    """The prefill worker."""
+
+    chunk_tokens: int = Field(256, ge=16, description="Prompt tokens computed a step.")
+    max_waiting: int = Field(256, ge=1)
+    max_leases: int = Field(512, ge=1)
+
+
+class NgramSettings(Section):
+    """Prompt lookup over prompt and answer."""
+
+    min_match: int = Field(2, ge=1)
+    max_match: int = Field(8, ge=1)
+    draft_length: int = Field(8, ge=1, le=64, description="Default K.")
+    draft_width: int = Field(1, ge=1, le=8, description="Default width; 1 is a chain.")
+    max_draft_length: int = Field(16, ge=1, le=64)
+
+
+class DraftModelSettings(Section):
+    """A second model with the target's tokenizer."""
+
+    model: str = Field(description="Model directory, alias or GGUF file.")
+    draft_length: int = Field(4, ge=1, le=64)
+    max_draft_length: int = Field(8, ge=1, le=64)
+    num_blocks: int | None = Field(None, description="None: as many as the target's.")
+
+
+class ScriptedSettings(Section):
+    """The test drafter: proposes what a file says, right or wrong, in any tree. Never for production."""
+
+    script: str = Field(
+        description="JSON lines: {prompt_digest, seed, answer} or {mode}; see decode/drafters/scripted.py."
+    )
+    max_draft_length: int = Field(16, ge=1, le=64)
+
+
+class DraftersSettings(Section):
+    """Which drafters a decode worker hosts; `none` is always there."""
+
+    ngram: NgramSettings | None = NgramSettings()
+    draft_model: DraftModelSettings | None = None
+    scripted: ScriptedSettings | None = None
+
+
+class DecodeSettings(Section):
+    """The decode worker."""
+
+    max_running: int = Field(32, ge=1, description="Choices in one step at most.")
+    max_waiting: int = Field(256, ge=1)
+    step_tokens: int = Field(
+        256, ge=8, description="Rows a step at most: nodes, auxiliary nodes, own prefill."
+    )
+    max_tree_nodes: int = Field(64, ge=1, description="Draft nodes of one request a step at most.")
+    outbox_deltas: int = Field(64, ge=1, description="Deltas a slow reader may leave before they are merged.")
+    slow_reader_timeout_s: float = Field(60.0, gt=0)
+    min_speculation_tokens: int = Field(8, ge=0, description="No drafting below this max_tokens.")
+    engine_stall_s: float = Field(60.0, gt=0)
+    drafters: DraftersSettings = DraftersSettings()
+
+
+class ClassPolicy(Section):
+    """What `auto` means for a class of requests."""
+
+    drafter: str = "ngram"
+    draft_length: int | None = Field(None, ge=0, le=64, description="Starting K; None: the drafter's.")
+
+
+class RouterSettings(Section):
+    """The front door."""
+
+    max_queue: int = Field(256, ge=1)
+    max_in_flight: int = Field(512, ge=1)
+    max_prompt_bytes: int = Field(4 * 2**20, ge=1024)
+    max_tokens_limit: int = Field(32768, ge=1)
+    max_n: int = Field(16, ge=1)
+    max_draft_length: int = Field(64, ge=1)
+    max_attempts: int = Field(4, ge=1)
+    policy_file: str | None = Field(None, description="TOML: [class.NAME] drafter, draft_length. Reloadable.")
+    registry_poll_s: float = Field(0.5, gt=0)
+    stale_report_s: float = Field(10.0, gt=0)
+    ticket_lifetime_s: float = Field(600.0, gt=0)
+
+
+class GrpcSettings(Section):
+    """Both ends of every channel take these; see core/grpc_options.py."""
+
+    max_message_bytes: int = Field(8 * 2**20, ge=2**20)
+    keepalive_time_s: float = Field(10.0, gt=0)
+    keepalive_timeout_s: float = Field(5.0, gt=0)
+    min_ping_interval_s: float = Field(5.0, gt=0)
+
+
+class RegistrySettings(Section):
+    """Heartbeats and the control state in Redis."""
+
+    heartbeat_s: float = Field(0.5, gt=0)
+    ttl_s: float = Field(3.0, gt=0)
+    key_prefix: str = "outrider"
+    command_timeout_s: float = Field(1.0, gt=0)
+
+
+class TelemetrySettings(Section):
+    """Spans and metrics. `otlp_endpoint` None: no export."""
+
+    otlp_endpoint: str | None = None
+    metrics_port: int | None = Field(0, description="Prometheus port on loopback; 0: any; None: off.")
+    service_namespace: str = "outrider"
+
+
+class SecuritySettings(Section):
+    """Secrets; never logged, never in Redis."""
+
+    ticket_keys: tuple[str, ...] = Field(
+        (), description="Hex HMAC keys, the signing one first; two while rotating.", repr=False
+    )
+    bearer_token: str | None = Field(None, repr=False)
+    cache_salt_secret: str | None = Field(None, repr=False)
+
+
+class ServeSettings(Section):
+    """`outrider serve`."""
+
+    model: str = "smollm2-135m-instruct"
+    prefill: int = Field(1, ge=0, le=64, description="Prefill workers.")
+    decode: int = Field(1, ge=1, le=64, description="Decode workers.")
+    listen: str = "127.0.0.1:50051"
+    ray_address: str | None = None
+    redis_url: str | None = None
+    drain_grace_s: float = Field(10.0, ge=0)
+    start_timeout_s: float = Field(300.0, gt=0)
+    engine: EngineSettings = EngineSettings()
+    handoff: HandoffSettings = HandoffSettings()
+    prefill_worker: PrefillSettings = PrefillSettings()
+    decode_worker: DecodeSettings = DecodeSettings()
+    router: RouterSettings = RouterSettings()
+    grpc: GrpcSettings = GrpcSettings()
+    registry: RegistrySettings = RegistrySettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    security: SecuritySettings = SecuritySettings()
+
+
+def load_settings(file: Path | None, overrides: dict[str, Any]) -> ServeSettings:
+    """Defaults, then `file` (TOML), then `overrides` (dotted keys). Raises InvalidArgument naming the key."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = tomllib.loads(file.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise InvalidArgument("config", f"{file}: {error}") from error
+    for dotted, value in overrides.items():
+        section = values
+        *parents, leaf = dotted.split(".")
+        for name in parents:
+            section = section.setdefault(name, {})
+        section[leaf] = value
+    try:
+        return ServeSettings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidArgument(".".join(str(part) for part in first["loc"]), first["msg"]) from error

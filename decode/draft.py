@@ -1,0 +1,73 @@
+"""What drafters propose and verification decides. Row numbering is that of `engine/step_batch.py`."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from core.records import SamplingParams, TokenLogprobs, VerificationMode
+from decode.sampling.history import TokenHistory
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A tree of proposed tokens behind one committed token (the root, row 0).
+
+    Node j is row j + 1. `parents[j]` is the *row* of its parent: 0 for the root, else ≤ j.
+    `draft_probs` [nodes, vocabulary] float32 is the distribution that node j was really drawn from;
+    None: deterministic proposals (one-hot).
+    `auxiliary_token_ids`, `auxiliary_parents`: rows evaluated for the drafter only, after all nodes.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    draft_probs: Tensor | None = None
+    auxiliary_token_ids: tuple[int, ...] = ()
+    auxiliary_parents: tuple[int, ...] = ()
+
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node, from 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == 0 else depths[parent - 1] + 1)
+        return tuple(depths)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node is the child of the row before it."""
+        return all(parent == row for row, parent in enumerate(self.parents))
+
+
+NO_DRAFT = Draft()
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyItem:
+    """One choice in a step. `position` is the absolute position of the token drawn at the root.
+
+    `logits_start` is the logits row of the root; node j's row is logits_start + 1 + j.
+    `seed` and `choice` key the noise; `history` holds prompt and output up to the root, root included.
+    """
+
+    sampling: SamplingParams
+    seed: int
+    choice: int
+    history: TokenHistory
+    position: int
+    logits_start: int
+    draft: Draft = NO_DRAFT
+    verification: VerificationMode = "invariant"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one step yields for one choice.
+
+    `accepted_rows`: rows of the accepted path, root excluded, by depth. `token_ids`: the accepted
+    tokens and one more. `logprobs`: as many, when asked for. `error`: the constraint that left
+    nothing to draw; then `token_ids` ends before it.
+    """
+
+    accepted_rows: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None

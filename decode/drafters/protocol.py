@@ -1,0 +1,127 @@
+"""The contract of every drafter. A drafter decides what is tried, never what is emitted.
+
+The decode loop calls, on the engine thread only:
+
+    start      once, when a choice joins the batch with its prompt's K, V and planes in place
+    prefill    once a step, for a drafter with pending prompt work of its own
+    propose    once a step, with all its choices that may draft
+    observe    once a step, after verification and commit, with all its choices that stepped
+    rebuild    instead of start, after resume or preemption
+    finish     once, on every path
+
+A drafter that raises is taken off the choice (fallback to `none`, counted); the step goes on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from core.records import SamplingParams, VerificationMode
+from decode.draft import Draft
+from decode.sampling.history import TokenHistory
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterNeeds:
+    """What a drafter asks of its worker; fixed at load.
+
+    `hidden_layers`: layers whose planes must be kept with the KV. `bytes_per_token`: its own state.
+    `noise`: invariant verification shares its noise with a drafter that samples; rejection never does.
+    `largest_position`: past it the drafter is not asked (None: no limit).
+    """
+
+    max_draft_length: int
+    default_draft_length: int
+    hidden_layers: tuple[int, ...] = ()
+    bytes_per_token: int = 0
+    noise: Literal["shared", "independent"] = "shared"
+    largest_position: int | None = None
+    max_draft_width: int = 1
+    default_draft_width: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class DraftRequest:
+    """One choice as a drafter sees it. `key` is unique in the worker's life; `history` is live.
+
+    `hidden(start, end)` reads the captured planes of committed positions:
+    Tensor [num hidden layers, end - start, hidden_dim].
+    """
+
+    key: int
+    history: TokenHistory
+    sampling: SamplingParams
+    seed: int
+    choice: int
+    verification: VerificationMode
+    hidden: Callable[[int, int], Tensor]
+    draft_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBudget:
+    """What one choice may draft in this step: depth ≤ `draft_length`, nodes (auxiliary included) ≤ `max_nodes`."""
+
+    request: DraftRequest
+    draft_length: int
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What became of a step. `history` of the request already holds `token_ids`.
+
+    `hidden_rows` [num hidden layers, 1 + accepted, hidden_dim]: planes of the root and the accepted path.
+    `auxiliary_logits` [auxiliary rows, vocabulary] or None.
+    """
+
+    request: DraftRequest
+    draft: Draft
+    accepted_rows: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    hidden_rows: Tensor | None = None
+    auxiliary_logits: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """See the module's docstring for who calls what, when."""
+
+    @property
+    def name(self) -> str:
+        """The name in requests and reports."""
+        ...
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        """What it asks of its worker."""
+        ...
+
+    def start(self, request: DraftRequest) -> None:
+        """Take a choice on. Cheap: own prompt work waits for `prefill`."""
+        ...
+
+    def rebuild(self, request: DraftRequest) -> None:
+        """Take a choice on again: `history` holds prompt and answer so far."""
+        ...
+
+    def prefill(self, max_rows: int) -> int:
+        """Do own prompt work of at most `max_rows` rows; the rows done, which count in the step's budget."""
+        ...
+
+    def propose(self, budgets: Sequence[DraftBudget]) -> Sequence[Draft]:
+        """One draft for each budget, in order; `NO_DRAFT` where it has none."""
+        ...
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        """Learn what was accepted, and roll own state back to it."""
+        ...
+
+    def finish(self, request: DraftRequest) -> None:
+        """Forget a choice and free its state."""
+        ...
+
+    def check(self) -> None:
+        """Raise on a broken invariant, such as state left of a finished choice."""
+        ...
