@@ -9,12 +9,13 @@ class TokenHistory:
     The draft path to a node is passed beside it, so rejected drafts leave no trace here.
     """
 
-    __slots__ = ("output_counts", "prompt_ids", "token_ids")
+    __slots__ = ("_prompt_set", "output_counts", "prompt_ids", "token_ids")
 
     def __init__(self, prompt_ids: Sequence[int], output_ids: Sequence[int] = ()) -> None:
         self.prompt_ids = tuple(prompt_ids)
         self.token_ids = list(prompt_ids)
         self.output_counts: dict[int, int] = {}
+        self._prompt_set: tuple[int, ...] | None = None
         self.extend(output_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -32,3 +33,10 @@ class TokenHistory:
     def num_output(self) -> int:
         """Length of the answer so far."""
         return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def distinct_prompt_ids(self) -> tuple[int, ...]:
+        """Each prompt token once; computed at first use."""
+        if self._prompt_set is None:
+            self._prompt_set = tuple(dict.fromkeys(self.prompt_ids))
+        return self._prompt_set

@@ -1,0 +1,61 @@
+"""One verification call a step: any mix of modes and parameters; each row depends on itself only."""
+
+from collections.abc import Sequence
+
+import torch
+
+from core.records import TokenLogprobs
+from decode.draft import Verdict, VerifyItem
+from decode.sampling import sampler
+from decode.sampling.sampler import LogprobRequest, Walk
+from decode.verification.invariant import invariant_draw
+from decode.verification.rejection import verify_chain
+
+
+def verify(items: Sequence[VerifyItem], logits: torch.Tensor) -> list[Verdict]:
+    """One verdict for each item, in order. `logits` [rows, vocabulary] float32, raw; not changed.
+
+    Draws only at nodes on the walked path. Raises ValueError for a tree under rejection verification, before
+    anything is drawn. NaN, inf or constraints that leave nothing become `Verdict.error` of that item alone.
+    """
+    for item in items:
+        if item.verification == "rejection" and not item.draft.is_chain:
+            raise ValueError("rejection verification takes chains only, got a tree")
+    rows = sampler.as_rows(logits)
+    invariant = [index for index, item in enumerate(items) if item.verification == "invariant"]
+    walks: dict[int, Walk] = dict(
+        zip(invariant, sampler.walk([invariant_draw(items[index]) for index in invariant], rows), strict=True)
+    )
+    for index, item in enumerate(items):
+        if index not in walks:
+            walks[index] = verify_chain(item, rows)
+    ordered = [walks[index] for index in range(len(items))]
+    logprobs = _logprobs(items, ordered, rows)
+    return [
+        Verdict(walk.accepted_rows, walk.token_ids, tokens, walk.error)
+        for walk, tokens in zip(ordered, logprobs, strict=True)
+    ]
+
+
+def _logprobs(
+    items: Sequence[VerifyItem], walks: Sequence[Walk], logits: torch.Tensor
+) -> list[tuple[TokenLogprobs, ...]]:
+    """Of every emitted token, where asked for: the target's raw log-softmax, before penalties and temperature."""
+    requests: list[LogprobRequest] = []
+    for item, walk in zip(items, walks, strict=True):
+        if item.sampling.logprobs is None:
+            continue
+        rows = (0, *walk.accepted_rows)
+        for row, token_id in zip(rows, walk.token_ids, strict=False):
+            requests.append(LogprobRequest(item.logits_start + row, token_id, item.sampling.logprobs))
+    answers = iter(sampler.logprobs(requests, logits))
+    tokens: list[tuple[TokenLogprobs, ...]] = []
+    for item, walk in zip(items, walks, strict=True):
+        wanted = 0 if item.sampling.logprobs is None else len(walk.token_ids)
+        tokens.append(tuple(_token_logprobs(next(answers)) for _ in range(wanted)))
+    return tokens
+
+
+def _token_logprobs(entries: list[tuple[int, float]]) -> TokenLogprobs:
+    (token_id, logprob), *best = entries
+    return TokenLogprobs(token_id, logprob, tuple(best))
