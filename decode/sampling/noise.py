@@ -24,7 +24,7 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class Stream(IntEnum):
-    """Independent streams at one position. Invariant verification shares SHARED with the drafter; rejection uses the others."""
+    """Independent streams at one position. SHARED is invariant verification's and its drafters'; rejection has the rest."""
 
     SHARED = 0
     DRAFT = 1

@@ -22,7 +22,9 @@ def walk(draws: Sequence[DrawItem], logits: torch.Tensor) -> list[Walk]:
 
 
 def _walk_one(item: DrawItem, logits: torch.Tensor) -> Walk:
-    row, accepted, token_ids = 0, [], []
+    row = 0
+    accepted: list[int] = []
+    token_ids: list[int] = []
     path = list(item.path)
     while True:
         try:

@@ -92,7 +92,7 @@ def _pack_one(item: DrawItem, pool: _Pool, result: int) -> tuple[float, ...]:
     temperature = 0.0 if sampling.greedy else sampling.temperature
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     lists = (*_penalty_lists(item, pool), *_bias_lists(item, pool), *_word_lists(item, pool))
-    stops = ()
+    stops: tuple[int, ...] = ()
     min_remaining = sampling.min_tokens - item.history.num_output
     if min_remaining > 0:
         stops = (*sampling.eos_token_ids, *sampling.stop_token_ids)
