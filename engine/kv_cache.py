@@ -7,12 +7,14 @@ another thread beside it.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.block_pool import BlockPool
 from engine.block_table import BlockTable
 from engine.kv_layout import InvariantBroken, KvLayout, KvStats, OutOfBlocks, PlaneKind
+from engine.plane_store import PlaneStore, Slots
 
 __all__ = ["InvariantBroken", "KvCache", "KvLayout", "KvStats", "OutOfBlocks", "PlaneKind"]
 
@@ -28,15 +30,18 @@ class KvCache:
         num_slots = num_blocks * layout.block_size
         shape = (layout.num_layers, num_slots, layout.num_kv_heads, layout.head_dim)
         self.layout = layout
-        self.keys = torch.empty(shape, dtype=layout.dtype, device=device)
-        self.values = torch.empty(shape, dtype=layout.dtype, device=device)
-        self.hidden: Tensor | None = None
+        self._keys = PlaneStore(shape, layout.dtype, device)
+        self._values = PlaneStore(shape, layout.dtype, device)
+        self._hidden: PlaneStore | None = None
         if layout.hidden_layers:
             hidden_shape = (len(layout.hidden_layers), num_slots, layout.hidden_dim)
-            self.hidden = torch.empty(hidden_shape, dtype=layout.dtype, device=device)
+            self._hidden = PlaneStore(hidden_shape, layout.dtype, device)
+        self.keys = self._keys.planes
+        self.values = self._values.planes
+        self.hidden = None if self._hidden is None else self._hidden.planes
         self._pool = BlockPool(num_blocks)
         self._tables: dict[int, BlockTable] = {}
-        self._offsets = torch.arange(layout.block_size, dtype=torch.int32, device=device)
+        self._offsets = np.arange(layout.block_size, dtype=np.int32)
 
     def memory_bytes(self) -> int:
         """Bytes that the planes take once every block has been written."""
@@ -109,14 +114,7 @@ class KvCache:
 
     def slots(self, table: BlockTable, start: int, end: int) -> Tensor:
         """Slots of table indices `start` … `end` - 1: Tensor  # [end - start] int32."""
-        block_size = self.layout.block_size
-        if not 0 <= start <= end <= len(table.block_ids) * block_size:
-            raise IndexError(f"slots {start}..{end} of a table of {len(table.block_ids)} blocks")
-        first = start // block_size
-        block_ids = table.block_ids[first : self.layout.blocks_for(end)]
-        bases = torch.tensor(block_ids, dtype=torch.int32, device=self._offsets.device) * block_size
-        flat = (bases[:, None] + self._offsets).flatten()
-        return flat[start - first * block_size : end - first * block_size]
+        return torch.from_numpy(self._slots(table, start, end)).to(self.keys.device)
 
     def compact(self, table: BlockTable, start: int, rows: Sequence[int]) -> None:
         """Move the accepted path of a tree together: slot start + rows[d] to start + d, every plane.
@@ -128,19 +126,19 @@ class KvCache:
             return
         if start < table.num_tokens:
             raise InvariantBroken(f"compaction at {start} would move committed tokens (< {table.num_tokens})")
-        last = max(row for row, _ in moved)
-        slots = self.slots(table, start, start + last + 1).long()
-        source, target = torch.tensor(moved, device=slots.device).unbind(1)
+        slots = self._slots(table, start, start + rows[-1] + 1)
+        source, target = np.array(moved).T
         self._copy_slots(slots[source], slots[target])
 
-    def commit(self, table: BlockTable, num_tokens: int) -> None:
-        """Table indices < `num_tokens` are valid from now on; blocks behind them are given back."""
+    def commit(self, table: BlockTable, num_tokens: int, *, keep_reserved: bool = False) -> None:
+        """Table indices < `num_tokens` are valid from now on; blocks behind them are given back, or kept."""
         self._require_open(table)
         kept = self.layout.blocks_for(num_tokens)
         if kept > len(table.block_ids):
             raise InvariantBroken(f"{num_tokens} tokens committed, {len(table.block_ids)} blocks reserved")
-        self._pool.release(reversed(table.block_ids[kept:]))
-        del table.block_ids[kept:]
+        if not keep_reserved:
+            self._pool.release(reversed(table.block_ids[kept:]))
+            del table.block_ids[kept:]
         table.num_tokens = num_tokens
         table.num_published = min(table.num_published, num_tokens // self.layout.block_size)
 
@@ -176,25 +174,23 @@ class KvCache:
         self, kind: PlaneKind, layer: int, slots: Tensor, heads: tuple[int, int] | None = None
     ) -> Tensor:
         """A copy: Tensor  # [tokens, heads (start, end), head_dim]; hidden: [tokens, hidden_dim]."""
-        plane = self._plane(kind, layer).index_select(0, slots)
-        return plane if heads is None else plane[:, heads[0] : heads[1]]
+        store, index = self._store(kind, layer)
+        return store.read(index, slots, heads)
 
     def write_plane(
         self, kind: PlaneKind, layer: int, slots: Tensor, values: Tensor, head_start: int = 0
     ) -> None:
         """Write `values` (shape of `read_plane`) to reserved slots, from KV head `head_start` on."""
-        plane = self._plane(kind, layer)
-        if kind is not PlaneKind.HIDDEN:
-            plane = plane[:, head_start : head_start + values.shape[1]]
-        if plane.shape[1:] != values.shape[1:]:
-            raise ValueError(f"plane of shape {tuple(values.shape)} at head {head_start} does not fit")
-        plane.index_copy_(0, slots.long(), values)
+        store, index = self._store(kind, layer)
+        store.write(index, slots, values, None if kind is PlaneKind.HIDDEN else head_start)
 
     def read_hidden(self, table: BlockTable, start: int, end: int) -> Tensor:
         """Hidden planes of table indices: Tensor  # [num hidden, end - start, hidden_dim], a copy."""
-        if self.hidden is None:
-            return self.keys.new_empty((0, end - start, self.layout.hidden_dim))
-        return self.hidden.index_select(1, self.slots(table, start, end))
+        slots = self.slots(table, start, end)
+        planes = self.keys.new_empty((len(self.layout.hidden_layers), end - start, self.layout.hidden_dim))
+        for index, layer in enumerate(self.layout.hidden_layers):
+            planes[index] = self.read_plane(PlaneKind.HIDDEN, layer, slots)
+        return planes
 
     def check(self) -> None:
         """Raise InvariantBroken where counts, tables and index contradict each other."""
@@ -222,21 +218,28 @@ class KvCache:
         if self._tables.get(id(table)) is not table:
             raise InvariantBroken("a closed or foreign block table")
 
-    def _plane(self, kind: PlaneKind, layer: int) -> Tensor:
-        if kind is PlaneKind.KEY:
-            return self.keys[layer]
-        if kind is PlaneKind.VALUE:
-            return self.values[layer]
-        if self.hidden is None:
-            raise ValueError("no hidden planes are kept")
-        return self.hidden[self.layout.hidden_layers.index(layer)]
+    def _store(self, kind: PlaneKind, layer: int) -> tuple[PlaneStore, int]:
+        if kind is PlaneKind.HIDDEN:
+            if self._hidden is None:
+                raise ValueError("no hidden planes are kept")
+            return self._hidden, self.layout.hidden_layers.index(layer)
+        return (self._keys if kind is PlaneKind.KEY else self._values), layer
+
+    def _slots(self, table: BlockTable, start: int, end: int) -> Slots:
+        block_size = self.layout.block_size
+        if not 0 <= start <= end <= len(table.block_ids) * block_size:
+            raise IndexError(f"slots {start}..{end} of a table of {len(table.block_ids)} blocks")
+        first = start // block_size
+        block_ids = np.array(table.block_ids[first : self.layout.blocks_for(end)], dtype=np.int32)
+        slots: Slots = (block_ids[:, None] * block_size + self._offsets).ravel()
+        return slots[start - first * block_size : end - first * block_size]
 
     def _copy_block(self, source: int, target: int, num_tokens: int) -> None:
         block_size = self.layout.block_size
-        offsets = self._offsets[:num_tokens].long()
+        offsets = self._offsets[:num_tokens]
         self._copy_slots(source * block_size + offsets, target * block_size + offsets)
 
-    def _copy_slots(self, source: Tensor, target: Tensor) -> None:
-        for planes in (self.keys, self.values, self.hidden):
-            if planes is not None:
-                planes.index_copy_(1, target, planes.index_select(1, source))
+    def _copy_slots(self, source: Slots, target: Slots) -> None:
+        for store in (self._keys, self._values, self._hidden):
+            if store is not None:
+                store.copy(source, target)
