@@ -1,0 +1,285 @@
+// Rotary embedding, writing K and V to their slots, and attention over paged K and V.
+//
+// Exact by construction: a row visits the absolute positions of its own path in order, in tiles of
+// kTile, with a running maximum and sum in float32 (Milakov and Gimelshein 2018, "Online normalizer
+// calculation for softmax"). Which rows share a call decides only which loads are shared.
+
+#include <algorithm>
+#include <vector>
+
+#include "simd.h"
+
+namespace outrider {
+
+constexpr int kTile = 32;
+
+// What stays the same over all layers of a step. Mirrors `_StepArrays` in attention_native.py.
+struct StepArrays {
+  const int32_t* positions;        // [rows] absolute
+  const int32_t* tail_begin;       // [rows] first entry of the row's path in tail_slots
+  const int32_t* tail_slots;       // slots of positions start, start + 1, … of a path; the first `rows` are write slots
+  const int32_t* block_ids;        // block tables, one behind another
+  const int32_t* sequence_start;   // [sequences] first position that is not committed
+  const int32_t* sequence_chain;   // [sequences] 1: all rows lie on one path
+  const int32_t* sequence_blocks;  // [sequences] first entry in block_ids
+  const int32_t* units;            // [units][3] sequence, first row, end row
+  int32_t num_rows;
+  int32_t num_units;
+  int32_t block_size;
+  int32_t work;                    // positions read by all rows together, a guide for threading
+};
+
+// Mirrors `_HeadShape` in attention_native.py.
+struct HeadShape {
+  const float* cosines;  // [positions][head_dim / 2]
+  const float* sines;
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  float scale;           // of the logits, log2(e) folded in
+};
+
+namespace {
+
+// target may be source. Each pair (i, i + half) turns by its own angle, in float32, rounded once.
+template <typename T>
+void rotate(const T* source, T* target, const float* cosines, const float* sines, int half) {
+  if (half % kLanes == 0) {
+    for (int i = 0; i < half; i += kLanes) {
+      const Lanes first = load(source + i), second = load(source + i + half);
+      const Lanes cosine = load(cosines + i), sine = load(sines + i);
+      store(target + i, fused(first, cosine, subtract(splat(0.0f), multiply(second, sine))));
+      store(target + i + half, fused(second, cosine, multiply(first, sine)));
+    }
+    return;
+  }
+  for (int i = 0; i < half; ++i) {
+    const float first = to_float(source[i]), second = to_float(source[i + half]);
+    from_float(std::fma(first, cosines[i], -(second * sines[i])), target + i);
+    from_float(std::fma(second, cosines[i], first * sines[i]), target + i + half);
+  }
+}
+
+// Rotates Q in place, K into its slot, and copies V into its slot. qkv: [rows][(heads + 2·kv_heads)·head_dim].
+template <typename T>
+void write_rows(const StepArrays& step, const HeadShape& shape, T* qkv, T* keys, T* values) {
+  const int dim = shape.head_dim, half = dim / 2;
+  const int64_t kv_width = static_cast<int64_t>(shape.num_kv_heads) * dim;
+  const int64_t query_width = static_cast<int64_t>(shape.num_heads) * dim;
+#pragma omp parallel for schedule(static) if (step.num_rows >= 16)
+  for (int row = 0; row < step.num_rows; ++row) {
+    T* queries = qkv + row * (query_width + 2 * kv_width);
+    const T* new_keys = queries + query_width;
+    const T* new_values = new_keys + kv_width;
+    const float* cosines = shape.cosines + static_cast<int64_t>(step.positions[row]) * half;
+    const float* sines = shape.sines + static_cast<int64_t>(step.positions[row]) * half;
+    T* key_slot = keys + step.tail_slots[row] * kv_width;
+    for (int head = 0; head < shape.num_heads; ++head)
+      rotate(queries + head * dim, queries + head * dim, cosines, sines, half);
+    for (int head = 0; head < shape.num_kv_heads; ++head)
+      rotate(new_keys + head * dim, key_slot + head * dim, cosines, sines, half);
+    std::memcpy(values + step.tail_slots[row] * kv_width, new_values, kv_width * sizeof(T));
+  }
+}
+
+// One tile of K and V in float32.
+template <int kVectors>
+struct Tile {
+  alignas(64) float keys[kTile * kVectors * kLanes];
+  alignas(64) float values[kTile * kVectors * kLanes];
+};
+
+// Running softmax of one query vector.
+template <int kVectors>
+struct Query {
+  alignas(64) float query[kVectors * kLanes];
+  alignas(64) float weighted[kVectors * kLanes];
+  float maximum;
+  float total;
+};
+
+template <int kVectors>
+void visit_tile(Query<kVectors>& state, const Tile<kVectors>& tile, int count, float scale) {
+  constexpr int kDim = kVectors * kLanes;
+  Lanes query[kVectors];
+  for (int v = 0; v < kVectors; ++v) query[v] = load(state.query + v * kLanes);
+  Lanes scores[2];
+  for (int half = 0; half < 2; ++half) {
+    if (half * kLanes >= count) {
+      scores[half] = splat(-INFINITY);
+      continue;
+    }
+    Lanes products[kLanes];
+    for (int t = 0; t < kLanes; ++t) {
+      const float* key = tile.keys + (half * kLanes + t) * kDim;
+      Lanes product = multiply(query[0], load(key));
+      for (int v = 1; v < kVectors; ++v) product = fused(query[v], load(key + v * kLanes), product);
+      products[t] = product;
+    }
+    const Lanes scaled = multiply(sums_of_sixteen(products), splat(scale));
+    scores[half] = keep(first_lanes(count - half * kLanes), scaled, -INFINITY);
+  }
+  const float highest = std::max(state.maximum, largest(maximum(scores[0], scores[1])));
+  alignas(64) float weights[kTile];
+  Lanes weight_sum = splat(0.0f);
+  for (int half = 0; half < 2; ++half) {
+    const int valid = std::max(0, count - half * kLanes);
+    const Lanes weight = keep(first_lanes(valid), power_of_two(subtract(scores[half], splat(highest))), 0.0f);
+    store(weights + half * kLanes, weight);
+    weight_sum = add(weight_sum, weight);
+  }
+  const Lanes decay = power_of_two(splat(state.maximum - highest));
+  Lanes weighted[kVectors];
+  for (int v = 0; v < kVectors; ++v) weighted[v] = multiply(load(state.weighted + v * kLanes), decay);
+  for (int t = 0; t < count; ++t) {
+    const Lanes weight = splat(weights[t]);
+    for (int v = 0; v < kVectors; ++v)
+      weighted[v] = fused(weight, load(tile.values + t * kDim + v * kLanes), weighted[v]);
+  }
+  for (int v = 0; v < kVectors; ++v) store(state.weighted + v * kLanes, weighted[v]);
+  alignas(64) float decay_lanes[kLanes];
+  store(decay_lanes, decay);
+  state.total = std::fma(state.total, decay_lanes[0], sum(weight_sum));
+  state.maximum = highest;
+}
+
+// Attention of the rows of one unit for one KV head.
+template <typename T, int kVectors>
+class UnitAttention {
+ public:
+  UnitAttention(const StepArrays& step, const HeadShape& shape, const T* keys, const T* values)
+      : step_(step), shape_(shape), keys_(keys), values_(values), group_(shape.num_heads / shape.num_kv_heads) {}
+
+  void run(const int32_t* unit, int kv_head, const T* qkv, T* output) {
+    sequence_ = unit[0];
+    kv_head_ = kv_head;
+    const int first_row = unit[1], end_row = unit[2];
+    start_queries(first_row, end_row, qkv);
+    int last = 0;
+    for (int row = first_row; row < end_row; ++row) last = std::max(last, step_.positions[row]);
+    const bool chain = step_.sequence_chain[sequence_] != 0;
+    for (int tile_start = 0; tile_start <= last; tile_start += kTile) {
+      const bool shared = chain || tile_start + kTile <= step_.sequence_start[sequence_];
+      if (shared) read_tile(end_row - 1, tile_start, std::min(kTile, last + 1 - tile_start));
+      for (int row = first_row; row < end_row; ++row) {
+        const int count = std::min(kTile, step_.positions[row] + 1 - tile_start);
+        if (count <= 0) continue;
+        if (!shared) read_tile(row, tile_start, count);
+        for (int head = 0; head < group_; ++head)
+          visit_tile(queries_[(row - first_row) * group_ + head], tile_, count, shape_.scale);
+      }
+    }
+    finish_queries(first_row, end_row, output);
+  }
+
+ private:
+  static constexpr int kDim = kVectors * kLanes;
+
+  void start_queries(int first_row, int end_row, const T* qkv) {
+    const int64_t width = static_cast<int64_t>(shape_.num_heads + 2 * shape_.num_kv_heads) * kDim;
+    queries_.resize(static_cast<size_t>(end_row - first_row) * group_);
+    for (int row = first_row; row < end_row; ++row) {
+      for (int head = 0; head < group_; ++head) {
+        Query<kVectors>& state = queries_[(row - first_row) * group_ + head];
+        const T* source = qkv + row * width + (kv_head_ * group_ + head) * kDim;
+        for (int v = 0; v < kVectors; ++v) {
+          store(state.query + v * kLanes, load(source + v * kLanes));
+          store(state.weighted + v * kLanes, splat(0.0f));
+        }
+        state.maximum = -INFINITY;
+        state.total = 0.0f;
+      }
+    }
+  }
+
+  int64_t slot_of(int row, int position) const {
+    const int start = step_.sequence_start[sequence_];
+    if (position >= start) return step_.tail_slots[step_.tail_begin[row] + position - start];
+    const int32_t* blocks = step_.block_ids + step_.sequence_blocks[sequence_];
+    return static_cast<int64_t>(blocks[position / step_.block_size]) * step_.block_size + position % step_.block_size;
+  }
+
+  // Positions tile_start … tile_start + count - 1 of `row`'s path; the rest of the tile is zeroed, never read from slots.
+  void read_tile(int row, int tile_start, int count) {
+    for (int t = 0; t < count; ++t) {
+      const int64_t offset = (slot_of(row, tile_start + t) * shape_.num_kv_heads + kv_head_) * kDim;
+      for (int v = 0; v < kVectors; ++v) {
+        store(tile_.keys + t * kDim + v * kLanes, load(keys_ + offset + v * kLanes));
+        store(tile_.values + t * kDim + v * kLanes, load(values_ + offset + v * kLanes));
+      }
+    }
+    for (int t = count; t < kTile; ++t)
+      for (int v = 0; v < kVectors; ++v) store(tile_.keys + t * kDim + v * kLanes, splat(0.0f));
+  }
+
+  void finish_queries(int first_row, int end_row, T* output) {
+    for (int row = first_row; row < end_row; ++row) {
+      for (int head = 0; head < group_; ++head) {
+        const Query<kVectors>& state = queries_[(row - first_row) * group_ + head];
+        T* target = output + (static_cast<int64_t>(row) * shape_.num_heads + kv_head_ * group_ + head) * kDim;
+        const Lanes total = splat(state.total);
+        for (int v = 0; v < kVectors; ++v)
+          store(target + v * kLanes, divide(load(state.weighted + v * kLanes), total));
+      }
+    }
+  }
+
+  const StepArrays& step_;
+  const HeadShape& shape_;
+  const T* keys_;
+  const T* values_;
+  int group_;
+  int sequence_ = 0;
+  int kv_head_ = 0;
+  Tile<kVectors> tile_;
+  std::vector<Query<kVectors>> queries_;
+};
+
+template <typename T, int kVectors>
+void attend_units(const StepArrays& step, const HeadShape& shape, const T* qkv, const T* keys, const T* values,
+                  T* output) {
+  const int num_tasks = step.num_units * shape.num_kv_heads;
+#pragma omp parallel if (num_tasks > 1 && step.work >= 64)
+  {
+    UnitAttention<T, kVectors> attention(step, shape, keys, values);
+#pragma omp for schedule(dynamic, 1)
+    for (int task = 0; task < num_tasks; ++task)
+      attention.run(step.units + 3 * (task / shape.num_kv_heads), task % shape.num_kv_heads, qkv, output);
+  }
+}
+
+// Returns 0, or 1 where head_dim is not one of those compiled.
+template <typename T>
+int attend(const StepArrays& step, const HeadShape& shape, T* qkv, T* keys, T* values, T* output) {
+  if (shape.head_dim % kLanes != 0) return 1;
+  write_rows(step, shape, qkv, keys, values);
+  switch (shape.head_dim / kLanes) {
+    case 1: attend_units<T, 1>(step, shape, qkv, keys, values, output); return 0;
+    case 2: attend_units<T, 2>(step, shape, qkv, keys, values, output); return 0;
+    case 4: attend_units<T, 4>(step, shape, qkv, keys, values, output); return 0;
+    case 5: attend_units<T, 5>(step, shape, qkv, keys, values, output); return 0;
+    case 6: attend_units<T, 6>(step, shape, qkv, keys, values, output); return 0;
+    case 8: attend_units<T, 8>(step, shape, qkv, keys, values, output); return 0;
+    default: return 1;
+  }
+}
+
+}  // namespace
+}  // namespace outrider
+
+#define OUTRIDER_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+OUTRIDER_EXPORT int outrider_attend_bfloat16(const outrider::StepArrays* step, const outrider::HeadShape* shape,
+                             outrider::BFloat16* qkv, outrider::BFloat16* keys, outrider::BFloat16* values,
+                             outrider::BFloat16* output) {
+  return outrider::attend(*step, *shape, qkv, keys, values, output);
+}
+
+OUTRIDER_EXPORT int outrider_attend_float32(const outrider::StepArrays* step, const outrider::HeadShape* shape, float* qkv,
+                            float* keys, float* values, float* output) {
+  return outrider::attend(*step, *shape, qkv, keys, values, output);
+}
+
+}
