@@ -4,6 +4,7 @@ OUTRIDER_CACHE              where models and built kernels are kept
 OUTRIDER_TOKEN              bearer token of the deployment
 OUTRIDER_TICKET_KEYS        hex HMAC keys, comma-separated, the signing one first
 OUTRIDER_CACHE_SALT_SECRET  hex secret that the router salts prefix hashes with
+OUTRIDER_LOG_DIRECTORY      keeps the logs of a local deployment after its end
 OTEL_EXPORTER_OTLP_ENDPOINT where spans and metrics go; absent: nowhere
 """
 
@@ -72,7 +73,13 @@ def set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-def remove_variables(names: tuple[str, ...]) -> None:
-    """Removes variables, so that children do not inherit them (secrets)."""
-    for name in names:
+def remove_secrets() -> None:
+    """Takes the secrets out of this process's environment, so that no child inherits them."""
+    for name in ("OUTRIDER_TOKEN", "OUTRIDER_TICKET_KEYS", "OUTRIDER_CACHE_SALT_SECRET"):
         os.environ.pop(name, None)
+
+
+def log_directory() -> Path | None:
+    """Where logs of a local deployment are kept after its end; None: they end with it."""
+    own = _value("OUTRIDER_LOG_DIRECTORY")
+    return None if own is None else Path(own).expanduser()

@@ -1,5 +1,7 @@
 """The bearer token on gRPC: a server interceptor that denies by default."""
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
@@ -46,12 +48,12 @@ def _refusal(
 ) -> grpc.RpcMethodHandler[Request, Response]:
     """A handler of the same shape as `handler` that only refuses."""
 
-    async def refuse(_: object, context: "grpc.aio.ServicerContext[Request, Response]") -> Response:
+    async def refuse(_: object, context: grpc.aio.ServicerContext[Request, Response]) -> Response:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
         raise AssertionError("abort returned")
 
     async def refuse_stream(
-        _: object, context: "grpc.aio.ServicerContext[Request, Response]"
+        _: object, context: grpc.aio.ServicerContext[Request, Response]
     ) -> AsyncIterator[Response]:
         yield await refuse(_, context)
 
