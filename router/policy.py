@@ -1,0 +1,119 @@
+"""What `auto` means: a class of requests → a drafter and a starting K. A file of the operator's may change it.
+
+File (TOML), each key optional; a class that is missing keeps the default below:
+    [class.code]
+    drafter = "ngram"
+    draft_length = 8
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from core.errors import InvalidArgument
+from core.records import REQUEST_CLASSES, RequestClass, SpeculationParams
+from core.settings import ClassPolicy
+from router.validate import AUTO, CLASS_SPELLINGS, NO_DRAFTER
+
+DEFAULT_POLICIES: Mapping[RequestClass, ClassPolicy] = {
+    "structured": ClassPolicy(drafter="ngram", draft_length=7),
+    "code": ClassPolicy(drafter="ngram", draft_length=8),
+    "chat": ClassPolicy(drafter="ngram", draft_length=4),
+    "reasoning": ClassPolicy(drafter="ngram", draft_length=3),
+    "creative": ClassPolicy(drafter="ngram", draft_length=3),
+    "translation": ClassPolicy(drafter="ngram", draft_length=5),
+    "summarisation": ClassPolicy(drafter="ngram", draft_length=5),
+    "batch": ClassPolicy(drafter="ngram", draft_length=8),
+}
+_FIELD = "router.policy_file"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """How one attempt drafts on one worker. `fixed`: K was given by the client, the controller leaves it alone.
+
+    `fallback` names why the wanted drafter was not taken; empty: it was.
+    """
+
+    speculation: SpeculationParams
+    fixed: bool
+    reason: str
+    fallback: str = ""
+
+
+def parse_policies(text: str) -> Mapping[RequestClass, ClassPolicy]:
+    """The whole table, defaults included. Raises InvalidArgument naming the key; nothing is taken from a bad file."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidArgument(_FIELD, f"not TOML: {error}") from error
+    unknown = sorted(document.keys() - {"class"})
+    if unknown:
+        raise InvalidArgument(f"{_FIELD}:{unknown[0]}", "is not a key; [class.NAME] sections are")
+    sections = document.get("class", {})
+    if not isinstance(sections, dict):
+        raise InvalidArgument(f"{_FIELD}:class", "must hold [class.NAME] sections")
+    table = dict(DEFAULT_POLICIES)
+    for name, section in sections.items():
+        request_class = CLASS_SPELLINGS.get(name)
+        if request_class is None:
+            raise InvalidArgument(f"{_FIELD}:class.{name}", f"is not one of {', '.join(REQUEST_CLASSES)}")
+        table[request_class] = _parse_section(name, section)
+    return table
+
+
+def _parse_section(name: str, section: object) -> ClassPolicy:
+    try:
+        policy = ClassPolicy.model_validate(section)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join([f"class.{name}", *(str(part) for part in first["loc"])])
+        raise InvalidArgument(f"{_FIELD}:{path}", first["msg"]) from error
+    if policy.drafter in ("", AUTO):
+        raise InvalidArgument(f"{_FIELD}:class.{name}.drafter", "must name one drafter")
+    return policy
+
+
+def load_policies(policy_file: str | None) -> Mapping[RequestClass, ClassPolicy]:
+    """The table of the operator's file, or the defaults without one. Blocks on the disk. Raises InvalidArgument."""
+    if policy_file is None:
+        return DEFAULT_POLICIES
+    try:
+        text = Path(policy_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(_FIELD, f"{policy_file}: {error}") from error
+    return parse_policies(text)
+
+
+def choose_drafting(
+    requested: SpeculationParams, policy: ClassPolicy, hosted: frozenset[str], max_draft_length: int
+) -> DraftPlan:
+    """One drafter and K for a worker that hosts `hosted`. `auto` ends here.
+
+    What the client named is used as given. What the worker lacks becomes `none`, with the reason: for `auto` at any
+    time, for a named drafter only when an attempt had to move (placement otherwise keeps to workers that host it).
+    """
+    automatic = requested.drafter == AUTO
+    drafter = policy.drafter if automatic else requested.drafter
+    fixed = requested.draft_length is not None
+    length = requested.draft_length if fixed or not automatic else policy.draft_length
+    reason = "auto: policy" if automatic else "drafter given"
+    fallback = ""
+    if drafter != NO_DRAFTER and drafter not in hosted:
+        reason, fallback = f"{reason}; {drafter} is not hosted, so none", "drafter_not_hosted"
+        drafter = NO_DRAFTER
+    if drafter == NO_DRAFTER:
+        length = 0 if fixed else None
+    elif length is not None:
+        length = min(length, max_draft_length)
+    chosen = SpeculationParams(
+        drafter=drafter,
+        draft_length=length,
+        draft_width=requested.draft_width,
+        verification=requested.verification,
+        allow_approximate=requested.allow_approximate,
+    )
+    return DraftPlan(chosen, fixed, reason, fallback)
