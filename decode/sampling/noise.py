@@ -24,7 +24,7 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class Stream(IntEnum):
-    """Independent streams at one position. SHARED is invariant verification's and its drafters'; rejection has the rest."""
+    """Independent streams at one position. SHARED is for invariant mode, drafters included; rejection has the rest."""
 
     SHARED = 0
     DRAFT = 1

@@ -86,7 +86,8 @@ inline double uniform(uint64_t key, uint64_t token_id) { return (double)noise_bi
 inline Doubles load(const float* x, int64_t at, int64_t count) {
   Floats values = Floats{} - INFINITY;
   const int64_t left = count - at;
-  std::memcpy(&values, x + at, sizeof(float) * (left < kLanes ? left : kLanes));
+  if (left >= kLanes) std::memcpy(&values, x + at, sizeof(values));
+  else std::memcpy(&values, x + at, sizeof(float) * left);
   return __builtin_convertvector(values, Doubles);
 }
 

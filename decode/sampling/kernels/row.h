@@ -35,6 +35,7 @@ struct Row {
   bool valid = true;  // no NaN, no +inf
   std::vector<float> maxima, ranked;
   std::vector<uint64_t> keys, spare;
+  bool ascending = false;  // `keys` are in the order of their ids
 
   void scan(const float* values, int64_t vocabulary) {
     x = values;
@@ -49,7 +50,8 @@ struct Row {
         const int64_t at = group * kGroup + depth * kColumns;
         if (at >= count) break;
         Column values16 = Column{} - INFINITY;
-        std::memcpy(&values16, x + at, sizeof(float) * std::min<int64_t>(kColumns, count - at));
+        if (at + kColumns <= count) std::memcpy(&values16, x + at, sizeof(values16));
+        else std::memcpy(&values16, x + at, sizeof(float) * (count - at));
         bad |= ~(values16 <= __FLT_MAX__);
         best = values16 > best ? values16 : best;
       }
@@ -81,30 +83,36 @@ struct Row {
     return best;
   }
 
-  // Fill `keys` with at least `wanted` of the largest values (all above -inf if fewer), unordered, complete
-  // down to their smallest.
-  void gather(int64_t wanted) {
+  // The `wanted`-th largest column maximum: at least `wanted` values are not below it. -inf: take them all.
+  float bound_for(int64_t wanted) {
+    if (wanted >= (int64_t)maxima.size()) return -INFINITY;
+    ranked = maxima;
+    std::nth_element(ranked.begin(), ranked.begin() + (wanted - 1), ranked.end(), std::greater<float>());
+    return ranked[wanted - 1];
+  }
+
+  // Fill `keys` with all values in [bound, below), unordered; -inf never counts.
+  void gather(float bound, float below) {
     keys.clear();
-    if (wanted < (int64_t)maxima.size()) {
-      ranked = maxima;
-      std::nth_element(ranked.begin(), ranked.begin() + (wanted - 1), ranked.end(), std::greater<float>());
-      const float bound = ranked[wanted - 1];
-      if (bound > -INFINITY) {
-        visit_at_least(bound, [&](int64_t id) { keys.push_back(order_key(x[id], id)); });
-        return;
-      }
+    ascending = bound == -INFINITY;
+    if (ascending) {
+      for (int64_t id = 0; id < count; ++id)
+        if (x[id] > -INFINITY && x[id] < below) keys.push_back(order_key(x[id], id));
+      return;
     }
-    for (int64_t id = 0; id < count; ++id)
-      if (x[id] > -INFINITY) keys.push_back(order_key(x[id], id));
+    visit_at_least(bound, [&](int64_t id) {
+      if (x[id] < below) keys.push_back(order_key(x[id], id));
+    });
   }
 
   void sort_keys() {
-    if (keys.size() < 2048) {
+    if (keys.size() < 768) {
       std::sort(keys.begin(), keys.end());
       return;
     }
     spare.resize(keys.size());
     for (const int shift : {0, 11, 22, 32, 43, 54}) {
+      if (shift < 32 && ascending) continue;
       const uint64_t mask = shift == 22 || shift == 54 ? 0x3ffu : 0x7ffu;
       size_t starts[2049] = {0};
       for (const uint64_t key : keys) ++starts[((key >> shift) & mask) + 1];
@@ -116,10 +124,11 @@ struct Row {
 
   // The `wanted` largest, in order.
   void take_largest(int64_t wanted) {
-    gather(wanted);
+    gather(bound_for(wanted), INFINITY);
     if (wanted < (int64_t)keys.size()) {
       std::nth_element(keys.begin(), keys.begin() + wanted, keys.end());
       keys.resize(wanted);
+      ascending = false;
     }
     sort_keys();
   }

@@ -2,6 +2,8 @@
 
 #include <omp.h>
 
+#include <memory>
+
 #include "constraints.h"
 #include "race.h"
 #include "row.h"
@@ -9,7 +11,7 @@
 namespace sampling {
 namespace {
 
-constexpr int64_t kFirstGather = 256;
+constexpr int64_t kFirstGather = 64;
 
 struct Survivors {
   bool everything = false;  // no truncation: all ids, weights on demand
@@ -25,8 +27,8 @@ struct Workspace {
 };
 
 Workspace& workspace() {
-  static thread_local Workspace space;
-  return space;
+  static thread_local const std::unique_ptr<Workspace> space = std::make_unique<Workspace>();
+  return *space;
 }
 
 double weight_of(const Row& row, int64_t id, double inverse_temperature) {
@@ -40,25 +42,28 @@ double total_weight(const Row& row, double inverse_temperature) {
   return lane_total(sums);
 }
 
-// Weights of row.keys in their order, until `mass` is reached; whether it was.
-bool weigh_until(const Row& row, double inverse_temperature, double mass, Survivors& out) {
-  out.ids.clear();
-  out.weights.clear();
-  double sum = 0.0;
-  for (const uint64_t key : row.keys) {
-    const int64_t id = key_id(key);
-    const double weight = weight_of(row, id, inverse_temperature);
-    out.ids.push_back(id);
-    out.weights.push_back(weight);
-    sum += weight;
-    if (sum >= mass) return true;
+// Append row.keys and their weights in order until the running `sum` reaches `mass`; whether it did.
+bool weigh_until(const Row& row, double inverse_temperature, double mass, double& sum, Survivors& out) {
+  const int64_t count = (int64_t)row.keys.size();
+  for (int64_t at = 0; at < count; at += kLanes) {
+    const int64_t lanes = std::min<int64_t>(kLanes, count - at);
+    Doubles logits = Doubles{} - INFINITY;
+    for (int64_t lane = 0; lane < lanes; ++lane) logits[lane] = (double)row.x[key_id(row.keys[at + lane])];
+    const Doubles weights = exp_weights((logits - (double)row.largest) * inverse_temperature);
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      out.ids.push_back(key_id(row.keys[at + lane]));
+      out.weights.push_back(weights[lane]);
+      sum += weights[lane];
+      if (sum >= mass) return true;
+    }
   }
   return false;
 }
 
 void keep_top_k(Row& row, const Item& item, double inverse_temperature, Survivors& out) {
   row.take_largest(item.top_k);
-  weigh_until(row, inverse_temperature, INFINITY, out);
+  double all = 0.0;
+  weigh_until(row, inverse_temperature, INFINITY, all, out);
   if (item.top_p >= 1.0) return;
   double total = 0.0;
   for (const double weight : out.weights) total += weight;
@@ -75,19 +80,20 @@ void keep_top_k(Row& row, const Item& item, double inverse_temperature, Survivor
 
 void keep_top_p(Row& row, const Item& item, double inverse_temperature, Survivors& out) {
   const double mass = item.top_p * total_weight(row, inverse_temperature);
+  double sum = 0.0;
+  float below = INFINITY;
   for (int64_t wanted = kFirstGather;; wanted *= 4) {
-    row.gather(wanted);
+    const float bound = row.bound_for(wanted);
+    row.gather(bound, below);
     row.sort_keys();
-    const bool complete = wanted >= (int64_t)row.maxima.size();
-    if (weigh_until(row, inverse_temperature, mass, out) || complete) return;
+    if (weigh_until(row, inverse_temperature, mass, sum, out) || bound == -INFINITY) return;
+    below = bound;
   }
 }
 
 void keep_min_p(const Row& row, const Item& item, double inverse_temperature, Survivors& out) {
   const double spread = (natural_log(item.min_p) - 1e-3) / inverse_temperature;
   const float bound = std::nextafterf((float)((double)row.largest + spread), -INFINITY);
-  out.ids.clear();
-  out.weights.clear();
   row.visit_at_least(bound, [&](int64_t id) {
     const double weight = weight_of(row, id, inverse_temperature);
     if (weight < item.min_p) return;
@@ -99,6 +105,8 @@ void keep_min_p(const Row& row, const Item& item, double inverse_temperature, Su
 // Temperature, top-k, top-p, min-p.
 void truncate(Row& row, const Item& item, double inverse_temperature, Survivors& out) {
   out.everything = false;
+  out.ids.clear();
+  out.weights.clear();
   const bool has_top_k = item.top_k > 0 && item.top_k < row.count;
   if (!has_top_k && item.top_p >= 1.0) {
     if (item.min_p > 0.0) keep_min_p(row, item, inverse_temperature, out);
