@@ -31,7 +31,7 @@ def server_options(settings: GrpcSettings) -> Options:
     _check(settings)
     return [
         *_limits(settings),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(settings.min_ping_interval_s * 1000)),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(settings.min_ping_interval_s * 1000)),
         ("grpc.http2.max_ping_strikes", 2),
         ("grpc.so_reuseport", 0),
     ]
