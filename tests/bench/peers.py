@@ -189,12 +189,17 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def engine_alone(model: Path) -> ChildPeer:
+    """Our engine without any serving around it."""
+    return ChildPeer("engine alone", [sys.executable, "-m", "tests.bench.peer_engine", str(model)])
+
+
 def child_peers(model: Path, exported: Path, vllm_python: str | None) -> list[ChildPeer]:
     """The engine alone and the other servers, each in a process of its own. `exported`: bf16 safetensors."""
     here = Path(__file__).parent
     transformers = [sys.executable, str(here / "peer_transformers.py"), str(exported)]
     peers = [
-        ChildPeer("engine alone", [sys.executable, "-m", "tests.bench.peer_engine", str(model)]),
+        engine_alone(model),
         ChildPeer("transformers", transformers),
         ChildPeer("transformers lookup", [*transformers, "lookup"]),
     ]
