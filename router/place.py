@@ -41,8 +41,8 @@ def choose_decode(workers: Sequence[WorkerView], prompt: PromptView) -> tuple[Wo
     """The decode worker and why, or None where nobody may take it.
 
     The longest remembered prefix wins among the workers that are not much busier than the least busy one; without a
-    prefix the least busy one; among equals a hash of request and worker. Stale reports are not believed: such a worker is
-    used only where no other is left.
+    prefix the least busy one; among equals a hash of request and worker. Stale reports are not believed: such a
+    worker is used only where no other is left.
     """
     able = [view for view in workers if usable(view, prompt) and _hosts(view, prompt.drafter)]
     candidates = _candidates(able, prompt.spread)

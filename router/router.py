@@ -183,7 +183,7 @@ class Router:
         self._metrics.request_finished(status, request_class, outcome.drafter)
 
     async def reload_policies(self) -> int:
-        """Reads the policy file again; a bad one raises InvalidArgument and changes nothing. Returns the classes' number."""
+        """Reads the policy file again; a bad one raises InvalidArgument and changes nothing. Returns how many."""
         self._policies = await asyncio.to_thread(load_policies, self._settings.policy_file)
         return len(self._policies)
 

@@ -75,7 +75,8 @@ class WorkerView:
     `in_flight`: this router's own requests on it. `fresh`: its registry report is recent enough to be believed; then
     `reported_load` is what it runs and holds waiting (requests of all routers), and `sent_since_report` by how much
     this router's own requests on it have grown since; else both are 0. `suspected`: it failed a call and has not
-    reported since. `seen_s`: seconds since this life of it was first seen. `overlap_tokens`: leading prompt tokens that it should hold.
+    reported since. `seen_s`: seconds since this life of it was first seen. `overlap_tokens`:
+    leading prompt tokens that it should hold.
     """
 
     record: WorkerRecord
