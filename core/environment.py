@@ -12,6 +12,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 
 def _value(name: str) -> str | None:
     value = os.environ.get(name, "").strip()
@@ -83,3 +85,8 @@ def log_directory() -> Path | None:
     """Where logs of a local deployment are kept after its end; None: they end with it."""
     own = _value("OUTRIDER_LOG_DIRECTORY")
     return None if own is None else Path(own).expanduser()
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds in RAM now."""
+    return int(psutil.Process().memory_info().rss)

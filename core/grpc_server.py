@@ -14,7 +14,7 @@ from core.settings import GrpcSettings
 
 @dataclass(slots=True)
 class RpcServer:
-    """A server and its health. Add servicers to `server`, `listen`, `set_ready(True)`; at the end `stop`."""
+    """A server and its health. `bind`, add servicers, `start`, `set_ready(True)`; at the end `stop`."""
 
     server: grpc.aio.Server
     health: health.aio.HealthServicer
@@ -27,8 +27,8 @@ class RpcServer:
         """What the health service answers."""
         return self._ready
 
-    async def listen(self, address: str) -> str:
-        """Binds `HOST:PORT` (0: any port), starts answering (not ready yet), returns the bound address.
+    def bind(self, address: str) -> str:
+        """Binds `HOST:PORT` (0: any port) and returns the bound address; nobody is answered before `start`.
 
         Raises FailedPrecondition naming `listen` where the address is taken, or open without a token.
         """
@@ -40,10 +40,19 @@ class RpcServer:
             raise FailedPrecondition("listen", f"cannot bind {address}: in use or not ours") from error
         if bound == 0:
             raise FailedPrecondition("listen", f"cannot bind {address}: in use or not ours")
-        await self.set_ready(False)
-        await self.server.start()
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         return self.address
+
+    async def start(self) -> None:
+        """Answers from now on, not ready yet. All servicers are on `server` by now."""
+        await self.set_ready(False)
+        await self.server.start()
+
+    async def listen(self, address: str) -> str:
+        """`bind` and `start` in one."""
+        bound = self.bind(address)
+        await self.start()
+        return bound
 
     async def set_ready(self, ready: bool) -> None:
         """What the health service answers from now on."""

@@ -1,0 +1,77 @@
+"""The decode worker as a role of a worker process."""
+
+import asyncio
+from typing import Self
+
+from cluster.engines import load_engine, worker_record
+from cluster.roles import Surroundings, model_directory
+from cluster.specs import WorkerSpec
+from core.records import WorkerRecord
+from core.ticket import TicketKeys
+from core.tokenizer import Tokenizer
+from decode.service import DecodeAdminService, DecodeService
+from decode.worker import DecodeWorker
+from outrider.v1 import admin_pb2_grpc, decode_pb2_grpc
+
+
+class DecodeRole:
+    """A started decode worker and its services."""
+
+    def __init__(self, spec: WorkerSpec, around: Surroundings, worker: DecodeWorker) -> None:
+        self._spec = spec
+        self._around = around
+        self._worker = worker
+
+    @classmethod
+    async def build(cls, spec: WorkerSpec, around: Surroundings) -> Self:
+        """See `cluster.roles.build_role`."""
+        settings = spec.settings
+        engine = await asyncio.to_thread(load_engine, spec)
+        tokenizer = await asyncio.to_thread(lambda: Tokenizer.from_directory(model_directory(spec)))
+        worker = await asyncio.to_thread(
+            lambda: DecodeWorker(
+                engine,
+                settings.decode_worker,
+                settings.handoff,
+                around.identity,
+                tokenizer,
+                TicketKeys(settings.security.ticket_keys),
+                settings.grpc,
+                bearer_token=settings.security.bearer_token,
+                metrics=around.metrics.metrics,
+            )
+        )
+        server = around.rpc.server
+        decode_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(
+            DecodeAdminService(worker, settings.model, around.metrics.address), server
+        )
+        await worker.start()
+        return cls(spec, around, worker)
+
+    def record(self) -> WorkerRecord:
+        """See `Role`."""
+        worker = self._worker
+        return worker_record(
+            self._spec,
+            self._around,
+            worker.engine,
+            worker.gauges(),
+            ready=worker.ready,
+            draining=worker.draining,
+            drafters=tuple(worker.drafters),
+            max_draft_length=max(drafter.needs.max_draft_length for drafter in worker.drafters.values()),
+        )
+
+    def healthy(self) -> bool:
+        """See `Role`."""
+        return self._worker.healthy()
+
+    async def drain(self, grace_s: float) -> int:
+        """See `Role`."""
+        return await self._worker.drain(grace_s)
+
+    async def close(self) -> None:
+        """See `Role`."""
+        await self._worker.close()
+        self._worker.engine.close()

@@ -1,0 +1,62 @@
+"""Loading the engine of a worker and describing it to the registry; shared by prefill and decode."""
+
+import os
+from typing import Final
+
+from cluster.roles import Surroundings, model_directory
+from cluster.specs import WorkerSpec
+from core.metrics import LoadGauges
+from core.records import WorkerRecord
+from core.settings import EngineSettings
+from decode.drafters.registry import required_hidden_layers
+from engine.engine import Engine
+
+_NO_DRAFTERS: Final[tuple[str, ...]] = ()
+
+
+def load_engine(spec: WorkerSpec) -> Engine:
+    """The target of this deployment, loaded. Blocks for seconds; raises InvalidArgument, Unavailable."""
+    return Engine.load(model_directory(spec), engine_settings(spec))
+
+
+def engine_settings(spec: WorkerSpec) -> EngineSettings:
+    """The engine's settings; every worker keeps the hidden planes that any drafter of the deployment needs."""
+    engine = spec.settings.engine
+    needed = required_hidden_layers(spec.settings.decode_worker.drafters)
+    return engine.model_copy(update={"hidden_layers": tuple(sorted({*engine.hidden_layers, *needed}))})
+
+
+def worker_record(
+    spec: WorkerSpec,
+    around: Surroundings,
+    engine: Engine,
+    load: LoadGauges,
+    *,
+    ready: bool,
+    draining: bool,
+    drafters: tuple[str, ...] = _NO_DRAFTERS,
+    max_draft_length: int = 0,
+) -> WorkerRecord:
+    """What the registry is told of a worker that has an engine."""
+    return WorkerRecord(
+        worker_id=spec.worker_id,
+        role=spec.role,
+        address=around.identity.address,
+        epoch=around.identity.epoch,
+        model=spec.settings.model,
+        model_revision=engine.numerics.model_revision,
+        numerics_class=engine.numerics.digest(),
+        ready=ready,
+        draining=draining,
+        running=load.running,
+        waiting=load.waiting,
+        free_blocks=load.free_blocks or 0,
+        total_blocks=engine.kv.stats().total,
+        block_size=engine.kv.layout.block_size,
+        max_context=engine.max_context,
+        drafters=drafters,
+        max_draft_length=max_draft_length,
+        process_id=os.getpid(),
+        metrics_address=around.metrics.address,
+        hidden_layers=engine.kv.layout.hidden_layers,
+    )

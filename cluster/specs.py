@@ -1,0 +1,44 @@
+"""What a worker's process is told when it starts, and what it answers. Plain data: this is all that Ray carries."""
+
+from dataclasses import dataclass
+
+from core.records import WorkerRole
+from core.settings import ServeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker of a deployment. Lives through restarts; the epoch does not and is drawn by the process."""
+
+    worker_id: str
+    role: WorkerRole
+    settings: ServeSettings
+    redis_url: str
+    listen: str | None  # HOST:PORT to bind, port 0 for any; None: any port of the node's own address
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """A worker that loaded, warmed and answers."""
+
+    worker_id: str
+    epoch: str
+    address: str
+    process_id: int
+    metrics_address: str
+
+
+def worker_specs(settings: ServeSettings, redis_url: str, host: str | None) -> tuple[WorkerSpec, ...]:
+    """All workers of a deployment, the router last and on its own address.
+
+    Prefill and decode listen on any port of `host`; None: of the node that each is placed on.
+    """
+    listen = None if host is None else f"{host}:0"
+
+    def workers(role: WorkerRole, count: int) -> tuple[WorkerSpec, ...]:
+        return tuple(
+            WorkerSpec(f"{role}-{index}", role, settings, redis_url, listen) for index in range(count)
+        )
+
+    router = WorkerSpec("router-0", "router", settings, redis_url, settings.listen)
+    return (*workers("prefill", settings.prefill), *workers("decode", settings.decode), router)

@@ -1,0 +1,148 @@
+"""Ways in which `outrider serve` ends, or never starts. None of them leaves a process."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.local import LocalCluster, free_port
+from core.clock import SystemClock
+from outrider import Client
+from tests.integration.cluster.conftest import SMALL
+
+pytestmark = pytest.mark.cluster
+
+ALL_GONE_S = 10.0
+
+
+def started(model: Path, tmp_path: Path) -> LocalCluster:
+    """A small deployment whose logs, and so its own folder, lie under `tmp_path`."""
+    variables = {"TMPDIR": "/tmp"}
+    return LocalCluster(
+        model=model, settings=SMALL, variables=variables, log_path=tmp_path / "serve.log"
+    ).start()
+
+
+def survivors(processes: tuple[psutil.Process, ...]) -> list[str]:
+    """Who of `processes` still lives after the time that is allowed."""
+    _, alive = psutil.wait_procs(processes, timeout=ALL_GONE_S)
+    return [f"{process.pid} {' '.join(process.cmdline())[:120]}" for process in alive]
+
+
+def folders(cluster: LocalCluster) -> list[Path]:
+    """The deployment's own folder in the temporary directory."""
+    log = Path(cluster.log_path or "").read_text()
+    return [Path(line.split("logs: ")[1].rstrip(")")) for line in log.splitlines() if "logs: " in line]
+
+
+def test_sigterm_lets_a_running_answer_end_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    cluster = started(tiny_model, tmp_path)
+    family = cluster.processes()
+    assert len(family) > 6
+    with Client(cluster.address) as client:
+        stream = client.stream("a b c d e f", max_tokens=400, temperature=0, ignore_eos=True)
+        received = [next(iter(stream))]
+        cluster.signal(signal.SIGTERM)
+        received += list(stream)
+    assert len(stream.result.token_ids) == 400
+    assert cluster.wait_exit() == 0
+    assert survivors(family) == []
+    assert [folder for folder in folders(cluster) if folder.exists()] == []
+
+
+def test_a_second_sigterm_ends_it_at_once(tiny_model: Path, tmp_path: Path) -> None:
+    cluster = started(tiny_model, tmp_path)
+    family = cluster.processes()
+    ended = threading.Event()
+
+    def read() -> None:
+        try:
+            with Client(cluster.address) as client:
+                list(client.stream("a b c d", max_tokens=1800, temperature=0, ignore_eos=True))
+        finally:
+            ended.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    cluster.wait_until(lambda: any(status.running for status in cluster.workers()) or None, 20, "a stream")
+    clock = SystemClock()
+    started_s = clock.now_s()
+    cluster.signal(signal.SIGTERM)
+    cluster.signal(signal.SIGTERM)
+    cluster.wait_exit()
+    assert clock.now_s() - started_s < ALL_GONE_S
+    assert survivors(family) == []
+    assert ended.wait(10)
+
+
+def test_kill_9_of_the_launcher_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    cluster = started(tiny_model, tmp_path)
+    family = cluster.processes()
+    cluster.kill_launcher()
+    assert survivors(family) == []
+    assert [folder for folder in folders(cluster) if folder.exists()] == []
+
+
+def test_kill_9_of_launcher_and_supervisor_together_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    cluster = started(tiny_model, tmp_path)
+    family = cluster.processes()
+    (supervisor,) = [process for process in family if "cluster.supervisor" in " ".join(process.cmdline())]
+    os.kill(cluster.process_id, signal.SIGSTOP)
+    os.kill(supervisor.pid, signal.SIGKILL)
+    os.kill(cluster.process_id, signal.SIGKILL)
+    cluster.wait_exit()
+    assert survivors(family) == []
+
+
+def test_kill_9_of_the_supervisor_ends_the_launcher_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
+    cluster = started(tiny_model, tmp_path)
+    family = cluster.processes()
+    (supervisor,) = [process for process in family if "cluster.supervisor" in " ".join(process.cmdline())]
+    os.kill(supervisor.pid, signal.SIGKILL)
+    assert cluster.wait_exit() == 1
+    assert "ended by itself" in cluster.log_tail()
+    assert survivors(family) == []
+
+
+def refused(*arguments: str) -> str:
+    """The error of an `outrider serve` that must not start; its exit code is 2."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cluster.cli.app", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+def test_an_open_address_without_a_token_is_refused_before_anything_starts() -> None:
+    assert "OUTRIDER_TOKEN" in refused("--listen", f"0.0.0.0:{free_port()}")
+
+
+def test_an_unknown_setting_is_refused_naming_it() -> None:
+    assert "engine.blocks" in refused("--set", "engine.blocks=3")
+
+
+def test_a_model_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "cluster.cli.app", "serve"),
+            *("--model", str(tmp_path), "--listen", "127.0.0.1:0"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "cannot start" in done.stderr
+    assert "ready on" not in done.stdout
