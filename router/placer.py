@@ -11,6 +11,9 @@ from router.prefix_memory import PrefixMemory
 from router.validate import AUTO, NO_DRAFTER
 from router.views import Placement, Prepared, PromptView, WorkerView
 
+MAX_HASHED_BLOCKS = 4096
+"""Longer prompts are placed by their beginning, so that hashing never holds up the event loop."""
+
 _HashKey = tuple[str, tuple[int, ...], int]
 
 
@@ -29,7 +32,8 @@ class _Hashes:
 
 
 def hash_blocks(prepared: Prepared, token_ids: Sequence[int], record: WorkerRecord) -> list[bytes]:
-    """Hashes of `token_ids` as that worker's prefix cache has them."""
+    """Hashes of the first blocks of `token_ids` as that worker's prefix cache has them; at most MAX_HASHED_BLOCKS."""
+    token_ids = token_ids[: MAX_HASHED_BLOCKS * record.block_size]
     key = PrefixKey(record.numerics_class, prepared.salt, prepared.adapter, record.hidden_layers)
     return block_hashes(token_ids, record.block_size, key)
 

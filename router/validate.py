@@ -99,6 +99,10 @@ def _check_prompt(request: inference_pb2.GenerateRequest, model: ServedModel, ma
         _check_bytes("token_ids", count * _BYTES_PER_TOKEN_ID, max_bytes)
         if count == 0:
             raise InvalidArgument("token_ids", "is empty")
+        if count >= model.max_context:
+            raise InvalidArgument(
+                "token_ids", f"{count} ids leave no room for an answer in {model.max_context}"
+            )
         return PromptInput(token_ids=check_token_ids("token_ids", request.token_ids.ids, model.vocab_size))
     if kind == "chat":
         return PromptInput(chat=_check_chat(request.chat, max_bytes))

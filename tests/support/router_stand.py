@@ -62,6 +62,11 @@ class Stand:
         self.workers.append(worker)
         return worker
 
+    async def workers_running(self, count: int) -> None:
+        """Waits until the workers together run `count` requests."""
+        while sum(worker.running for worker in self.workers) < count:
+            await self.router.directory.changed(1.0)
+
     async def idle(self) -> None:
         """Waits until the workers hold nothing and the router has noticed the end of every request."""
         for worker in self.workers:
@@ -72,7 +77,10 @@ class Stand:
 
 @asynccontextmanager
 async def router_stand(
-    num_workers: int = 1, settings: RouterSettings = FAST, grpc_settings: GrpcSettings | None = None
+    num_workers: int = 1,
+    settings: RouterSettings = FAST,
+    grpc_settings: GrpcSettings | None = None,
+    model: ServedModel = MODEL,
 ) -> AsyncIterator[Stand]:
     """Starts it all on loopback, ends it all."""
     options = grpc_settings or GrpcSettings()
@@ -82,6 +90,7 @@ async def router_stand(
         for index in range(num_workers):
             worker = await stack.enter_async_context(ScriptedDecode(f"decode-{index}", options))
             registry.workers[worker.worker_id] = worker
+            worker.total_blocks = model.max_context // 16
             workers.append(worker)
         router = Router(
             settings,
@@ -89,7 +98,7 @@ async def router_stand(
             options,
             WorkerDirectory(registry, settings),
             ByteTokenizer(),
-            MODEL,
+            model,
             WorkerIdentity("router-0", "router", new_epoch()),
         )
         await router.start()

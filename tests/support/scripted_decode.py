@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from core.clock import SystemClock
-from core.errors import Overloaded
+from core.errors import Overloaded, Unavailable
 from core.grpc_errors import error_trailers
 from core.grpc_options import server_options
 from core.identity import new_epoch
@@ -45,7 +45,10 @@ def answer_ids(seed: int, choice: int, prompt_tokens: int, max_tokens: int) -> l
 
 
 class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminServicer):
-    """One life of a scripted worker. Keeps what it was asked; `faults` are used up call by call."""
+    """One life of a scripted worker. Keeps what it was asked; `faults` are used up call by call.
+
+    `service_s`: how long an answer takes before its first token. `text_bytes`: padding of each delta's text.
+    """
 
     def __init__(self, worker_id: str, grpc_settings: GrpcSettings | None = None) -> None:
         self.worker_id = worker_id
@@ -66,6 +69,10 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
         self.idle.set()
         self.address = ""
         self.alive = True
+        self.total_blocks = 1024
+        self.service_s = 0.0
+        self.text_bytes = 0
+        self.sent_deltas = 0
         self._server = grpc.aio.server(options=server_options(grpc_settings or GrpcSettings()))
         self._keys = TicketKeys((TICKET_KEY,))
 
@@ -82,6 +89,11 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
     ) -> None:
         await self._server.stop(None)
 
+    async def stop(self) -> None:
+        """Ends it as a killed process would: calls break, the port closes, no more heartbeats."""
+        self.alive = False
+        await self._server.stop(None)
+
     def record(self) -> WorkerRecord:
         """What it would publish in the registry."""
         return WorkerRecord(
@@ -96,10 +108,10 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
             draining=False,
             running=self.running,
             waiting=0,
-            free_blocks=1024,
-            total_blocks=1024,
+            free_blocks=self.total_blocks,
+            total_blocks=self.total_blocks,
             block_size=16,
-            max_context=8192,
+            max_context=self.total_blocks * 16,
             drafters=("none", "ngram"),
             max_draft_length=16,
             reported_unix_ms=SystemClock().unix_ms(),
@@ -135,6 +147,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
         if fault is not None and fault.after_tokens == 0 and await self._fail(fault, context):
             return
         await context.write(decode_pb2.DecodeEvent(started=decode_pb2.DecodeStarted()))
+        await asyncio.sleep(self.service_s)
         report = common_pb2.SpeculationReport(drafter=request.speculation.drafter)
         completion = 0
         for choice in range(request.sampling.n):
@@ -157,6 +170,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
                 report.step_tokens += len(burst)
                 await context.write(self._delta(choice, burst, start + BURST >= len(ids), report))
                 sent += len(burst)
+                self.sent_deltas += 1
         if fault is not None and await self._fail(fault, context):
             return
         usage = common_pb2.Usage(prompt_tokens=len(request.token_ids), completion_tokens=completion)
@@ -166,9 +180,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
     def _delta(
         self, choice: int, burst: list[int], last: bool, report: common_pb2.SpeculationReport
     ) -> decode_pb2.DecodeEvent:
-        delta = decode_pb2.DecodeDelta(
-            index=choice, text=bytes(burst).decode(), token_ids=burst, report=report
-        )
+        text = bytes(burst).decode() + "x" * self.text_bytes
+        delta = decode_pb2.DecodeDelta(index=choice, text=text, token_ids=burst, report=report)
         if last:
             delta.finish.index = choice
             delta.finish.reason = common_pb2.FINISH_REASON_LENGTH
@@ -213,11 +226,14 @@ class FakeRegistry:
         self.workers: dict[str, ScriptedDecode] = {}
         self.others: list[WorkerRecord] = []
         self.silent: set[str] = set()
+        self.failing = False
         self._beat = 0
         self._last: dict[str, WorkerRecord] = {}
 
     async def list_workers(self) -> tuple[WorkerRecord, ...]:
         """See `core.control_state.WorkerRegistry`."""
+        if self.failing:
+            raise Unavailable("the registry is scripted to fail")
         self._beat += 1
         for worker in self.workers.values():
             if worker.alive and worker.epoch not in self.silent:

@@ -129,7 +129,7 @@ async def test_the_deadline_and_the_trace_context_reach_the_worker() -> None:
         seen = stand.workers[0].metadata[0]
         claims = stand.workers[0].claims[0]
     assert remaining_s is not None
-    assert 3.0 < remaining_s <= 5.0
+    assert 3.0 < remaining_s < 5.2
     assert str(seen["traceparent"]).split("-")[1] == "0af7651916cd43dd8448eb211c80319c"
     assert claims.decode_worker_id == "decode-0"
 
