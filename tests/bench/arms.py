@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cluster.trace_collector import CollectedSpan, TraceCollector
+from core import telemetry_names as names
 from outrider import AsyncClient, OutriderError
-from outrider.v1 import admin_pb2
 from tests.bench.prompts import Prompt
 
-HANDOFF_COUNTER = "handoff_blocks"
-"""Blocks received, as decode workers count them in Admin.Status."""
+SPANS_TIMEOUT_S = 5.0
 
 TokenIds = tuple[int, ...]
 
@@ -43,6 +43,7 @@ class Answer:
     offered: int = 0
     accepted: int = 0
     attempts: int = 1
+    trace_id: str = ""
     error: str = ""
 
 
@@ -115,6 +116,7 @@ async def ask(client: AsyncClient, prompt: Prompt, arm: Arm, max_tokens: int) ->
         offered=sum(report.position_offered),
         accepted=sum(report.position_accepted),
         attempts=result.attempts,
+        trace_id=result.trace_id,
     )
 
 
@@ -161,15 +163,17 @@ def differences(reference: Mapping[str, TokenIds], answers: Sequence[Answer]) ->
     return total, tuple(prompts)
 
 
-def handed_off_blocks(
-    before: Sequence[admin_pb2.WorkerStatus], after: Sequence[admin_pb2.WorkerStatus]
-) -> int:
-    """Blocks that decode workers took in between; a restarted worker counts from 0."""
-    start = {(w.worker_id, w.epoch): w.counters[HANDOFF_COUNTER] for w in before if w.role == "decode"}
-    return int(
-        sum(
-            worker.counters[HANDOFF_COUNTER] - start.get((worker.worker_id, worker.epoch), 0.0)
-            for worker in after
-            if worker.role == "decode"
-        )
-    )
+def handed_off_blocks(collector: TraceCollector, answers: Sequence[Answer]) -> int:
+    """KV blocks that decode workers took in for these answers, as the spans of their traces say."""
+
+    def decoded(spans: Sequence[CollectedSpan]) -> bool:
+        return any(span.name == names.SPAN_DECODE for span in spans)
+
+    total = 0
+    for answer in answers:
+        if answer.trace_id:
+            for span in collector.wait(answer.trace_id, decoded, SPANS_TIMEOUT_S):
+                blocks = span.attributes.get(names.HANDOFF_BLOCKS)
+                if span.name == names.SPAN_DECODE and isinstance(blocks, int):
+                    total += blocks
+    return total

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.local import LocalCluster
+from cluster.trace_collector import TraceCollector
 from core.prefix_hash import prompt_digest
 from core.tokenizer import Tokenizer
 from engine.truncate import truncate_model
@@ -62,8 +63,11 @@ class Options:
 class Suite:
     """Runs arms and keeps their results; `reference` is filled by the `none` arms."""
 
-    def __init__(self, options: Options, prompts: list[Prompt], script: Path) -> None:
+    def __init__(
+        self, options: Options, prompts: list[Prompt], script: Path, collector: TraceCollector
+    ) -> None:
         self.options = options
+        self.collector = collector
         self.prompts = prompts
         self.script = script
         self.reference: dict[float, dict[str, TokenIds]] = {}
@@ -81,7 +85,6 @@ class Suite:
         self, cluster: LocalCluster, arm: Arm, prompts: Sequence[Prompt], interfere: Interference
     ) -> ArmResult:
         """One arm; `interfere` is awaited after every answer with the number of answers so far."""
-        before = await workers_of(cluster)
         started_s = time.monotonic()
         async with AsyncClient(cluster.address) as client, asyncio.TaskGroup() as group:
 
@@ -92,7 +95,7 @@ class Suite:
 
             answers = await ask_all(client, prompts, arm, self.options.max_tokens, answered)
         seconds = time.monotonic() - started_s
-        blocks = handed_off_blocks(before, await workers_of(cluster))
+        blocks = await asyncio.to_thread(handed_off_blocks, self.collector, answers)
         reference = self.reference.get(arm.temperature)
         total, where = differences(reference, answers) if reference is not None else (0, ())
         result = ArmResult(arm, answers, blocks, seconds, total, where)
@@ -216,15 +219,16 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return [prompts[index * len(prompts) // number] for index in range(number)]
 
 
-async def run_suite(options: Options, work: Path) -> Suite:
+async def run_suite(options: Options, work: Path, collector: TraceCollector) -> Suite:
     """All parts, on two deployments one after the other."""
     model = model_directory()
     draft = truncate_model(model, work / "draft", DRAFT_LAYERS)
     prompts = read_prompts(options.prompts, Tokenizer.from_directory(model), options.limit)
     console.print(f"{len(prompts)} prompts, {options.max_tokens} tokens each", highlight=False)
-    suite = Suite(options, prompts, work / "script.jsonl")
+    suite = Suite(options, prompts, work / "script.jsonl", collector)
     suite.script.write_text("")
     settings = {
+        "telemetry.otlp_endpoint": collector.endpoint,
         "decode_worker.drafters.draft_model.model": str(draft),
         "decode_worker.drafters.scripted.script": str(suite.script),
     }
@@ -292,8 +296,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the suite; 0 where every arm is exact."""
     options = parse(arguments)
     started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="outrider-exactness-") as work:
-        suite = asyncio.run(run_suite(options, Path(work)))
+    with tempfile.TemporaryDirectory(prefix="outrider-exactness-") as work, TraceCollector() as collector:
+        suite = asyncio.run(run_suite(options, Path(work), collector))
     print_table(suite.results)
     failed = [result for result in suite.results if failures_of(result)]
     for result in failed:

@@ -8,11 +8,11 @@ tasks must be back where they were, and after the last round resident memory wit
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster.local import LocalCluster
+from core.errors import DeadlineExceeded
 from core.records import WorkerRole
 from core.tokenizer import Tokenizer
 from outrider import AsyncClient, GenerateOptions, OutriderError
@@ -33,6 +34,7 @@ from tests.bench.prompts import (
     model_directory,
     read_prompts,
 )
+from tests.support.held import NOTHING, Held, held, wait_until_nothing_is_held
 
 STREAMS, CANCELLED, KILLED_CLIENTS = 200, 50, 20
 DRAFTERS = ("none", "ngram", "auto")
@@ -65,20 +67,6 @@ class Ended:
 
     outcome: str
     attempts: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What the workers hold when nothing runs."""
-
-    running: int
-    waiting: int
-    leases: int
-    tasks: int
-    used_blocks: int
-
-
-IDLE = Held(0, 0, 0, 0, 0)
 
 
 class Soak:
@@ -192,24 +180,11 @@ class Soak:
         await asyncio.to_thread(self._cluster.wait_for_restart, role, index, epoch)
         console.print(f"  {role}-{index} was killed and is back", style="dim")
 
-    def settle(self) -> Held | None:
-        """Waits until nothing is held any more; what is still held, where it never comes to that."""
-        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-        while (held := self.held()) != IDLE and time.monotonic() < deadline_s:
-            time.sleep(0.2)
-        return None if held == IDLE else held
-
-    def held(self) -> Held:
-        """Summed over the workers, asked of each itself."""
-        statuses = [self._cluster.worker("prefill", n) for n in range(2)]
-        statuses += [self._cluster.worker("decode", n) for n in range(2)]
-        return Held(
-            running=sum(status.running for status in statuses),
-            waiting=sum(status.waiting for status in statuses),
-            leases=sum(status.leases for status in statuses),
-            tasks=sum(status.tasks for status in statuses),
-            used_blocks=sum(status.used_blocks for status in statuses),
-        )
+    def settle(self) -> Held:
+        """Waits until nothing is held any more, or long enough; what is held then."""
+        with contextlib.suppress(DeadlineExceeded):
+            wait_until_nothing_is_held(self._cluster, SETTLE_TIMEOUT_S)
+        return held(self._cluster)
 
     def resident_bytes(self) -> int:
         """Proportional memory of the whole deployment."""
@@ -230,20 +205,20 @@ def run(cluster: LocalCluster, rounds: int, prompts: Sequence[Prompt]) -> list[s
     soak = Soak(cluster, prompts)
     failures: list[str] = []
     asyncio.run(soak.learn_answers())
-    if (held := soak.settle()) is not None:
-        failures.append(f"before the first round: still held: {held}")
+    still = soak.settle()
+    failures += [f"before the first round: still held: {still}"] * (still != NOTHING)
     before = soak.resident_bytes()
     console.print(f"at the start: {before / 2**20:.0f} MiB")
     for number in range(1, rounds + 1):
         outcomes = asyncio.run(soak.round(number))
-        held = soak.settle()
+        still = soak.settle()
         now = soak.resident_bytes()
-        console.print(f"round {number}: {dict(outcomes)}, held {held or IDLE}, {now / 2**20:.0f} MiB")
+        console.print(f"round {number}: {dict(outcomes)}, {still}, {now / 2**20:.0f} MiB")
         expected = STREAMS - KILLED_CLIENTS
         failures += [f"round {number}: {outcomes['wrong']} wrong"] * (outcomes["wrong"] > 0)
         failures += [f"round {number}: {outcomes.total()} ends"] * (outcomes.total() != expected)
         failures += [f"round {number}: INTERNAL"] * (outcomes["INTERNAL"] + outcomes["UNKNOWN"] > 0)
-        failures += [f"round {number}: still held: {held}"] * (held is not None)
+        failures += [f"round {number}: still held: {still}"] * (still != NOTHING)
     growth = soak.resident_bytes() / before - 1
     console.print(f"memory {growth:+.1%} against the start")
     failures += [f"memory grew by {growth:.1%}"] * (growth > MEMORY_GROWTH)
