@@ -130,7 +130,7 @@ class NativeAttention:
         largest = max(1, _UNIT_QUERIES // self._group)
         wanted_units = -(-4 * self._num_threads // self._num_kv_heads)
         per_unit = min(largest, max(1, rows.num_rows // wanted_units))
-        units = []
+        units: list[tuple[int, int, int]] = []
         for sequence, (first, end) in enumerate(zip(rows.row_begin, rows.row_begin[1:], strict=False)):
             units.extend((sequence, row, min(row + per_unit, end)) for row in range(first, end, per_unit))
         return np.array(units, dtype=np.int32)

@@ -57,7 +57,7 @@ class TorchAttention:
         """See `Attention`."""
         config = self._config
         num_rows = qkv.shape[0]
-        queries, keys, values = qkv.split((config.query_dim, config.kv_dim, config.kv_dim), dim=-1)
+        queries, keys, values = torch.split(qkv, [config.query_dim, config.kv_dim, config.kv_dim], dim=-1)
         queries = self._rotate(queries.view(num_rows, config.num_heads, config.head_dim))
         keys = self._rotate(keys.reshape(num_rows, config.num_kv_heads, config.head_dim))
         self._kv.keys[layer].index_copy_(0, self._write_slots, keys)

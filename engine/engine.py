@@ -52,7 +52,7 @@ class Engine:
         )
         self.kv = KvCache(layout, settings.num_blocks, device)
         self._attention, pointwise = _backends(config, settings, self.kv, self.max_context)
-        self._weights = weights
+        self.weights = weights
         self._llama = Llama(weights, self._attention, pointwise)
         self._device = device
         self._thread_id = 0
@@ -128,12 +128,12 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the weights; the engine cannot step afterwards. Idempotent."""
-        del self._llama, self._weights
+        del self._llama, self.weights
 
     @property
     def row_plan(self) -> str:
         """The row plan found at load."""
-        return str(self._weights.row_plan)
+        return str(self.weights.row_plan)
 
     @property
     def attention_name(self) -> str:

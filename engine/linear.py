@@ -51,10 +51,8 @@ def pack(weight: Tensor) -> PackedProduct:
 
 
 def _can_prepack(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return False
-    supported: bool = dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return supported
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and (dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
 def _prepacked(weight: Tensor) -> PackedProduct:
@@ -91,7 +89,7 @@ class Linear:
         """The product; a row's bits depend on that row only."""
         num_rows = rows.shape[0]
         if self._max_rows is not None and num_rows > self._max_rows:
-            return torch.cat([self._padded(part) for part in rows.split(self._max_rows)])
+            return torch.cat([self._padded(part) for part in torch.split(rows, self._max_rows)])
         return self._padded(rows)
 
     def _padded(self, rows: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 from core.errors import InvalidArgument
 
 RopeScalingKind = Literal["none", "linear", "llama3"]
+FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 ARCHITECTURES = frozenset({"LlamaForCausalLM"})
 
 
@@ -57,24 +58,28 @@ class ModelConfig:
         """Width of all key heads together."""
         return self.num_kv_heads * self.head_dim
 
-    def inverse_frequencies(self) -> np.ndarray[Any, np.dtype[np.float32]]:  # [head_dim / 2]
+    def inverse_frequencies(self) -> FloatArray:  # [head_dim / 2]
         """Rotary frequencies after scaling, float32.
 
         `llama3` is the rule of the Llama 3.1 release: wavelengths above original/low are divided by
         `factor`, those below original/high are kept, and between them the two are blended linearly.
         """
-        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
-        plain = (1.0 / np.power(np.float32(self.rope_theta), exponents)).astype(np.float32)
+        exponents: FloatArray = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        plain: FloatArray = (1.0 / np.power(np.float32(self.rope_theta), exponents)).astype(np.float32)
         scaling = self.rope_scaling
         if scaling.kind == "none":
             return plain
         if scaling.kind == "linear":
-            return (plain / np.float32(scaling.factor)).astype(np.float32)
+            stretched: FloatArray = (plain / np.float32(scaling.factor)).astype(np.float32)
+            return stretched
         wavelengths = 2 * math.pi / plain
         turns = scaling.original_context / wavelengths
         blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         kept = np.clip(blend, 0.0, 1.0).astype(np.float32)
-        return ((1 - kept) * plain / np.float32(scaling.factor) + kept * plain).astype(np.float32)
+        blended: FloatArray = ((1 - kept) * plain / np.float32(scaling.factor) + kept * plain).astype(
+            np.float32
+        )
+        return blended
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":
@@ -89,7 +94,7 @@ class ModelConfig:
         return _from_values(values, str(path))
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], source: str) -> "ModelConfig":
+    def from_gguf(cls, metadata: Mapping[str, Any], source: str, *, tied_embeddings: bool) -> "ModelConfig":
         """From GGUF key-value metadata; `source` names the file in errors.
 
         The frequency factors tensor of Llama 3 GGUF files is not metadata: `engine/weights.py`
@@ -120,7 +125,7 @@ class ModelConfig:
             norm_epsilon=read.number("llama.attention.layer_norm_rms_epsilon"),
             rope_theta=read.number("llama.rope.freq_base", 10000.0),
             rope_scaling=scaling,
-            tied_embeddings=bool(metadata.get("outrider.tied_embeddings", True)),
+            tied_embeddings=tied_embeddings,
         )
         return _checked(config, source)
 
@@ -161,11 +166,7 @@ def _from_values(values: dict[str, Any], source: str) -> ModelConfig:
     num_heads = read.whole("num_attention_heads")
     hidden_dim = read.whole("hidden_size")
     rope = values.get("rope_parameters") or {}
-    theta = (
-        _KeyReader(rope, source).number("rope_theta")
-        if "rope_theta" in rope
-        else read.number("rope_theta", 10000.0)
-    )
+    theta_reader = _KeyReader(rope, source) if "rope_theta" in rope else read
     config = ModelConfig(
         num_layers=read.whole("num_hidden_layers"),
         hidden_dim=hidden_dim,
@@ -178,7 +179,7 @@ def _from_values(values: dict[str, Any], source: str) -> ModelConfig:
         vocab_size=read.whole("vocab_size"),
         max_context=read.whole("max_position_embeddings", 2048),
         norm_epsilon=read.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
+        rope_theta=theta_reader.number("rope_theta", 10000.0),
         rope_scaling=_rope_scaling(values.get("rope_scaling") or rope, source),
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
     )

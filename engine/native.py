@@ -1,8 +1,9 @@
 """Builds our C++ kernels once a machine and loads them.
 
-The library is compiled with g++ for this CPU, kept in the user's cache folder under a digest of
-sources, flags, compiler, torch, CPU and the place of torch's libgomp, and linked against the libgomp that torch brings, so that the
-process has one OpenMP pool. A finished build appears by one rename; builders do not wait for each other.
+The library is compiled with g++ for this CPU and kept in the user's cache folder under a digest of
+sources, flags, compiler, torch, CPU and the place of torch's libgomp. It is linked against that libgomp,
+so that the process has one OpenMP pool. A finished build appears by one rename; builders do not wait
+for each other.
 """
 
 import ctypes

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from core.errors import InvalidArgument
+from engine.gguf_file import GgufTensor, dequantised, read_gguf
 from engine.model_config import ModelConfig
 
 _GGUF_LAYER_NAMES = {
@@ -127,7 +128,7 @@ def _open_safetensors(directory: Path, shards: list[Path]) -> ModelFiles:
     tensors: dict[str, TensorSource] = {}
     for shard in shards:
         try:
-            reader: Any = safe_open(str(shard), framework="pt")  # type: ignore[no-untyped-call]
+            reader: Any = safe_open(str(shard), framework="pt")
             names = list(reader.keys())
         except (SafetensorError, OSError) as error:
             raise InvalidArgument("model", f"{shard}: damaged or truncated: {error}") from error
@@ -152,27 +153,15 @@ def _safetensors_loader(reader: Any, name: str) -> Callable[[], Tensor]:
 
 
 def _open_gguf(path: Path) -> ModelFiles:
-    import gguf
-
-    try:
-        reader = gguf.GGUFReader(str(path))
-        metadata = {
-            key: field.contents()
-            for key, field in reader.fields.items()
-            if not key.startswith(("tokenizer.", "GGUF."))
-        }
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise InvalidArgument("model", f"{path}: damaged or truncated: {error}") from error
-    entries = {tensor.name: tensor for tensor in reader.tensors}
-    metadata["outrider.tied_embeddings"] = "output.weight" not in entries
-    if "llama.vocab_size" not in metadata and "token_embd.weight" in entries:
-        metadata["llama.vocab_size"] = int(entries["token_embd.weight"].shape[-1])
-    config = ModelConfig.from_gguf(metadata, str(path))
+    file = read_gguf(path)
+    metadata = dict(file.metadata)
+    if "llama.vocab_size" not in metadata and "token_embd.weight" in file.tensors:
+        metadata["llama.vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    config = ModelConfig.from_gguf(metadata, str(path), tied_embeddings="output.weight" not in file.tensors)
     tensors: dict[str, TensorSource] = {}
-    for gguf_name, entry in entries.items():
+    for gguf_name, entry in file.tensors.items():
         name = _hugging_face_name(gguf_name, path)
-        shape = tuple(int(size) for size in reversed(entry.shape.tolist()))
-        tensors[name] = TensorSource(path, shape, _gguf_loader(entry, name, config))
+        tensors[name] = TensorSource(path, entry.shape, _gguf_loader(entry, name, path, config))
     return ModelFiles(config, tensors, [path])
 
 
@@ -185,11 +174,12 @@ def _hugging_face_name(gguf_name: str, path: Path) -> str:
     raise InvalidArgument("model", f"{path}: unexpected tensor {gguf_name}")
 
 
-def _gguf_loader(entry: Any, name: str, config: ModelConfig) -> Callable[[], Tensor]:
+def _gguf_loader(entry: GgufTensor, name: str, path: Path, config: ModelConfig) -> Callable[[], Tensor]:
     def load() -> Tensor:
-        from gguf.quants import dequantize
-
-        values = torch.from_numpy(dequantize(entry.data, entry.tensor_type).copy()).float()
+        try:
+            values = torch.from_numpy(dequantised(entry))
+        except ValueError as error:
+            raise InvalidArgument("model", f"{path}: {error}") from error
         if name.endswith("q_proj.weight"):
             return _unpermute(values, config.num_heads)
         if name.endswith("k_proj.weight"):
