@@ -1,0 +1,39 @@
+"""Which drafters a worker hosts, by name."""
+
+from pathlib import Path
+
+from core.settings import DraftersSettings
+from core.tokenizer import Tokenizer
+from decode.drafters.draft_model import DraftModelDrafter
+from decode.drafters.ngram import NgramDrafter
+from decode.drafters.none import NoneDrafter
+from decode.drafters.protocol import Drafter
+from decode.drafters.scripted import (
+    HIDDEN_LAYERS,
+    HiddenDrafter,
+    RightDrafter,
+    Script,
+    TreeDrafter,
+    WrongDrafter,
+)
+from engine.engine import Engine
+
+
+def required_hidden_layers(settings: DraftersSettings) -> tuple[int, ...]:
+    """The layers whose planes the configured drafters need, ascending; known before the engine is loaded."""
+    return HIDDEN_LAYERS if settings.scripted is not None else ()
+
+
+def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokenizer) -> dict[str, Drafter]:
+    """All configured drafters; `none` is always there. Loads the draft model, which takes seconds."""
+    drafters: list[Drafter] = [NoneDrafter()]
+    if settings.ngram is not None:
+        drafters.append(NgramDrafter(settings.ngram))
+    if settings.draft_model is not None:
+        drafters.append(DraftModelDrafter.load(settings.draft_model, engine, tokenizer))
+    if settings.scripted is not None:
+        script = Script(Path(settings.scripted.script))
+        vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
+        for kind in (RightDrafter, WrongDrafter, TreeDrafter, HiddenDrafter):
+            drafters.append(kind(settings.scripted, script, vocab_size))
+    return {drafter.name: drafter for drafter in drafters}

@@ -1,0 +1,211 @@
+"""The drafters of a worker in one step: who drafts how much, who falls back to `none`, and why.
+
+Whatever a drafter raises costs its choices their drafter, never their answer or the step.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from core.clock import Clock
+from core.metrics import Metrics
+from decode.choice import Choice
+from decode.draft import NO_DRAFT, Draft
+from decode.drafters.protocol import DraftBudget, Drafter, Observation
+from decode.pace import Pace
+from decode.scheduler import PlannedChoice
+
+Result = TypeVar("Result")
+_LOG = logging.getLogger(__name__)
+
+FALLBACK_ERROR = "drafter_error"
+FALLBACK_POSITION = "position_limit"
+FALLBACK_SHORT = "short_answer"
+
+
+class Drafting:
+    """Calls the drafters as their Protocol says. Engine thread only."""
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        pace: Pace,
+        metrics: Metrics,
+        clock: Clock,
+        max_nodes: int,
+    ) -> None:
+        self._drafters = drafters
+        self._pace = pace
+        self._metrics = metrics
+        self._clock = clock
+        self._max_nodes = max_nodes
+        self.pending = False
+        """Whether a drafter may have prompt work of its own left."""
+
+    def start(self, choice: Choice, again: bool) -> None:
+        """A choice joins the batch; `again` after resume or preemption."""
+        if choice.drafter.name == "none":
+            return
+        limit = choice.drafter.needs.largest_position
+        if limit is not None and len(choice.history.token_ids) > limit:
+            self._note(choice, FALLBACK_POSITION)
+            return
+        call = choice.drafter.rebuild if again else choice.drafter.start
+        choice.drafting = True
+        self.pending = True
+        self._pace.join(choice)
+        self._guard([choice], lambda: call(choice.draft_request))
+
+    def finish(self, choice: Choice) -> None:
+        """A choice leaves the batch, in any way."""
+        if choice.drafting:
+            choice.drafting = False
+            self._pace.leave(choice)
+            self._guard([choice], lambda: choice.drafter.finish(choice.draft_request))
+
+    def room_for(self, choice: Choice) -> tuple[int, int]:
+        """(depth, nodes) that a choice may draft at most now, whatever the controller says."""
+        if not choice.drafting:
+            return 0, 0
+        depth = min(choice.drafter.needs.max_draft_length, choice.finisher.tokens_left - 1)
+        limit = choice.drafter.needs.largest_position
+        if limit is not None:
+            reach = limit - (len(choice.history.token_ids) - 1)
+            if reach < 1:
+                self._note(choice, FALLBACK_POSITION)
+                self.finish(choice)
+            depth = min(depth, reach)
+        depth = max(0, depth)
+        return depth, min(self._max_nodes, depth * choice.draft_request.draft_width)
+
+    def prefill(self, max_rows: int) -> int:
+        """Drafters' own prompt work; the rows that it took."""
+        rows = 0
+        for drafter in self._drafters.values():
+            try:
+                rows += drafter.prefill(max_rows - rows)
+            except (
+                Exception
+            ):  # boundary: drafters are guests; its choices go on and fall back when asked next
+                _LOG.exception("drafter %s failed in its prefill", drafter.name)
+        self.pending = rows > 0
+        return rows
+
+    def lengths(self, choices: Sequence[Choice], other_rows: int) -> list[tuple[int, int]]:
+        """(depth, nodes) that each choice is to draft in a step with `other_rows` rows of prompts."""
+        return self._pace.lengths(choices, [self.room_for(choice) for choice in choices], other_rows)
+
+    def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int) -> None:
+        """Acceptance of one choice's draft in one step."""
+        self._pace.learn(choice, depths, num_accepted)
+        if not depths and choice.drafting:
+            self.pending = True
+
+    def record_step(self, rows: int, seconds: float) -> None:
+        """What a target forward of `rows` rows cost, verification included."""
+        self._pace.record_step(rows, seconds)
+
+    def propose(self, planned: Sequence[tuple[Choice, PlannedChoice]]) -> dict[int, Draft]:
+        """Drafts by choice key; choices without one are missing."""
+        drafts: dict[int, Draft] = {}
+        for drafter, group in _by_drafter(planned):
+            budgets = [
+                DraftBudget(choice.draft_request, plan.draft_length, plan.max_nodes) for choice, plan in group
+            ]
+            choices = [choice for choice, _ in group]
+            started_s = self._clock.now_s()
+            answers = self._guard(choices, lambda: drafter.propose(budgets))  # noqa: B023 (called at once)
+            deepest = max(budget.draft_length for budget in budgets)
+            self._pace.record_draft(drafter.name, deepest, self._clock.now_s() - started_s)
+            for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
+                if choice.draft_request.verification == "rejection":
+                    draft = leading_chain(draft)
+                if draft.token_ids or draft.auxiliary_token_ids:
+                    drafts[choice.key] = cut_draft(draft, budget.draft_length, budget.max_nodes)
+        return drafts
+
+    def observe(self, observations: Sequence[tuple[Choice, Observation]]) -> None:
+        """Tell the drafters what became of the step."""
+        groups: dict[int, list[tuple[Choice, Observation]]] = {}
+        for choice, observation in observations:
+            groups.setdefault(id(choice.drafter), []).append((choice, observation))
+        for group in groups.values():
+            drafter = group[0][0].drafter
+            told = [observation for _, observation in group]
+            self._guard([choice for choice, _ in group], lambda: drafter.observe(told))  # noqa: B023
+
+    def check(self) -> None:
+        """Called when idle: no drafter holds anything."""
+        for drafter in self._drafters.values():
+            drafter.check()
+        self._pace.check()
+
+    def _guard(self, choices: Sequence[Choice], call: Callable[[], Result]) -> Result | None:
+        try:
+            return call()
+        except Exception:  # boundary: drafters are guests; a broken one is taken off the choice
+            _LOG.exception("drafter %s failed; its requests go on without", choices[0].drafter.name)
+        for choice in choices:
+            self._note(choice, FALLBACK_ERROR)
+            if choice.drafting:
+                choice.drafting = False
+                self._pace.leave(choice)
+                _finish_quietly(choice)
+        return None
+
+    def _note(self, choice: Choice, reason: str) -> None:
+        if choice.request.tally.fall_back(reason):
+            self._metrics.fallback(choice.drafter.name, reason)
+
+
+def cut_draft(draft: Draft, depth: int, max_nodes: int) -> Draft:
+    """The draft without nodes deeper than `depth` or beyond `max_nodes` rows (auxiliary ones included).
+
+    What goes is decided by place alone, never by a token, so a sampled draft stays unbiased.
+    """
+    num_rows = len(draft.token_ids) + len(draft.auxiliary_token_ids)
+    depths = draft.depths()
+    if num_rows <= max_nodes and (not depths or max(depths) <= depth):
+        return draft
+    kept = [node for node, node_depth in enumerate(depths) if node_depth <= depth][: max(0, max_nodes)]
+    if not kept:
+        return NO_DRAFT
+    rows = {0: 0} | {node + 1: row + 1 for row, node in enumerate(kept)}
+    return replace(
+        draft,
+        token_ids=tuple(draft.token_ids[node] for node in kept),
+        parents=tuple(rows[draft.parents[node]] for node in kept),
+        draft_probs=None if draft.draft_probs is None else draft.draft_probs[kept],
+        auxiliary_token_ids=(),
+        auxiliary_parents=(),
+    )
+
+
+def leading_chain(draft: Draft) -> Draft:
+    """The first rows of a draft, as long as each is the child of the one before: rejection takes chains only."""
+    if draft.is_chain:
+        return draft
+    length = next(row for row, parent in enumerate(draft.parents) if parent != row)
+    return Draft(
+        token_ids=draft.token_ids[:length],
+        parents=draft.parents[:length],
+        draft_probs=None if draft.draft_probs is None else draft.draft_probs[:length],
+    )
+
+
+def _by_drafter(
+    planned: Sequence[tuple[Choice, PlannedChoice]],
+) -> list[tuple[Drafter, list[tuple[Choice, PlannedChoice]]]]:
+    groups: dict[int, tuple[Drafter, list[tuple[Choice, PlannedChoice]]]] = {}
+    for choice, plan in planned:
+        if choice.drafting and plan.draft_length > 0:
+            groups.setdefault(id(choice.drafter), (choice.drafter, []))[1].append((choice, plan))
+    return list(groups.values())
+
+
+def _finish_quietly(choice: Choice) -> None:
+    try:
+        choice.drafter.finish(choice.draft_request)
+    except Exception:  # boundary: a broken drafter cannot be asked for more
+        _LOG.exception("drafter %s could not let go of a choice", choice.drafter.name)

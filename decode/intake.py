@@ -1,0 +1,144 @@
+"""From a checked job to a request with its choices: which drafter, how deep, and why not."""
+
+from collections.abc import Mapping
+
+from core.errors import InvalidArgument
+from core.settings import DecodeSettings
+from core.tokenizer import IncrementalDetokenizer, Tokenizer
+from decode.choice import Choice, Listener, Request
+from decode.drafters.protocol import Drafter, DraftRequest
+from decode.drafting import FALLBACK_SHORT
+from decode.finisher import Finisher
+from decode.job import DecodeJob, JobLimits
+from decode.report import Tally
+from decode.sampling.history import TokenHistory
+from engine.block_table import BlockTable
+from engine.kv_cache import KvCache
+
+AUTO = "auto"
+_AUTO_DRAFTER = "ngram"
+_CHOICE_KEYS = 2**20
+
+
+class RequestFactory:
+    """Makes requests. Event loop only; reads nothing that changes."""
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        settings: DecodeSettings,
+        tokenizer: Tokenizer,
+        kv: KvCache,
+        limits: JobLimits,
+    ) -> None:
+        self._drafters = drafters
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._kv = kv
+        self._limits = limits
+
+    def make(self, key: int, job: DecodeJob, listener: Listener, hashes: list[bytes]) -> Request:
+        """The request of a job. Raises InvalidArgument for a drafter or draft length that this worker lacks."""
+        drafter, reason = self._choose(job)
+        speculation = job.speculation
+        requested = speculation.draft_length if job.draft_length_fixed else None
+        tally = Tally(drafter.name, job.request_class, requested)
+        if reason:
+            tally.fall_back(reason)
+            drafter = self._drafters["none"]
+        request = Request(key, job, listener, tally, _not_admitted, hashes=hashes)
+        for index in range(job.sampling.n):
+            request.choices.append(self._choice(request, index, drafter))
+        request.open_choices = sum(not choice.ended for choice in request.choices)
+        return request
+
+    def _choose(self, job: DecodeJob) -> tuple[Drafter, str]:
+        """The drafter asked for, and why it is not used ("": it is)."""
+        speculation = job.speculation
+        name = speculation.drafter
+        if name == AUTO:
+            name = _AUTO_DRAFTER if _AUTO_DRAFTER in self._drafters else "none"
+        drafter = self._drafters.get(name)
+        if drafter is None:
+            known = ", ".join(sorted(self._drafters))
+            raise InvalidArgument("speculation.drafter", f"{name!r} is not hosted here; these are: {known}")
+        _check_lengths(job, drafter)
+        short = job.sampling.max_tokens < self._settings.min_speculation_tokens
+        if short and not job.draft_length_fixed and name != "none":
+            return drafter, FALLBACK_SHORT
+        return drafter, ""
+
+    def _choice(self, request: Request, index: int, drafter: Drafter) -> Choice:
+        job = request.job
+        sampling, speculation = job.sampling, job.speculation
+        committed = job.committed_ids(index)
+        history = TokenHistory(job.prompt_ids, committed)
+        limit = self._limits.token_limit(len(job.prompt_ids), sampling.max_tokens)
+        finisher = Finisher(sampling, limit, IncrementalDetokenizer(self._tokenizer))
+        ended = job.is_finished(index) or _already_ends(finisher, committed)
+        width = speculation.draft_width or drafter.needs.default_draft_width
+        key = request.key * _CHOICE_KEYS + index
+        draft_request = DraftRequest(
+            key=key,
+            history=history,
+            sampling=sampling,
+            seed=job.claims.seed,
+            choice=index,
+            verification=speculation.verification,
+            hidden=lambda start, end: self._kv.read_hidden(_table_of(choice), start, end),
+            draft_width=1 if speculation.verification == "rejection" else width,
+        )
+        choice = Choice(
+            key=key,
+            index=index,
+            request=request,
+            history=history,
+            finisher=finisher,
+            drafter=drafter,
+            draft_length_fixed=speculation.draft_length if job.draft_length_fixed else None,
+            draft_length_start=_start_length(job, drafter),
+            draft_request=draft_request,
+            ended=ended,
+        )
+        return choice
+
+
+def _check_lengths(job: DecodeJob, drafter: Drafter) -> None:
+    needs = drafter.needs
+    length, width = job.speculation.draft_length, job.speculation.draft_width
+    if drafter.name == "none":
+        return
+    if job.draft_length_fixed and length is not None and not 0 <= length <= needs.max_draft_length:
+        raise InvalidArgument(
+            "speculation.draft_length", f"{drafter.name} drafts 0 to {needs.max_draft_length} tokens"
+        )
+    if width is not None and width < 1:
+        raise InvalidArgument("speculation.draft_width", "must be at least 1")
+    if width is not None and width > needs.max_draft_width:
+        raise InvalidArgument(
+            "speculation.draft_width", f"{drafter.name} drafts 1 to {needs.max_draft_width} wide"
+        )
+
+
+def _start_length(job: DecodeJob, drafter: Drafter) -> int | None:
+    length = job.speculation.draft_length
+    return None if length is None else max(0, min(length, drafter.needs.max_draft_length))
+
+
+def _already_ends(finisher: Finisher, committed: tuple[int, ...]) -> bool:
+    """Take in what the client has, text included; whether that was the whole answer."""
+    if not committed:
+        return False
+    cut = finisher.push(committed)
+    if cut.text is None:
+        finisher.text_of(committed[: cut.num_text_tokens], finished=False)
+    return cut.finish is not None
+
+
+def _table_of(choice: Choice) -> BlockTable:
+    assert choice.table is not None, "hidden planes of a choice without a table"
+    return choice.table
+
+
+def _not_admitted(_: Request) -> None:
+    raise AssertionError("a request was admitted before it was queued")

@@ -1,0 +1,164 @@
+"""One attempt at a request, as the router sends it: from the wire, checked against this worker's limits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.errors import FailedPrecondition, InvalidArgument, PermissionDenied
+from core.identity import WorkerIdentity
+from core.prefix_hash import prompt_digest
+from core.records import PrefillPeer, SamplingParams, SpeculationParams, TicketClaims
+from core.wire import peer_from_wire, sampling_from_wire, speculation_from_wire
+from outrider.v1 import common_pb2, decode_pb2
+
+_MAX_COUNT = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedChoice:
+    """What earlier attempts sent for one choice."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeJob:
+    """One attempt. `ticket` is passed on to prefill workers as it came."""
+
+    claims: TicketClaims
+    ticket: common_pb2.Ticket
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    draft_length_fixed: bool
+    committed: tuple[CommittedChoice, ...]
+    peers: tuple[PrefillPeer, ...]
+    request_class: str
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(request id, attempt): one live call for each."""
+        return self.claims.request_id, self.claims.attempt
+
+    def committed_ids(self, index: int) -> tuple[int, ...]:
+        """Tokens of choice `index` that the client already has."""
+        return next((entry.token_ids for entry in self.committed if entry.index == index), ())
+
+    def is_finished(self, index: int) -> bool:
+        """Whether an earlier attempt ended choice `index`."""
+        return any(entry.index == index and entry.finished for entry in self.committed)
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """What this worker can take. `pool_tokens`: token slots of its KV pool."""
+
+    vocab_size: int
+    max_context: int
+    pool_tokens: int
+    max_running: int
+
+    def token_limit(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Tokens that an answer may have: max_tokens, cut by the context and by a pool held alone."""
+        return min(max_tokens, self.max_context - prompt_tokens, self.pool_tokens + 1 - prompt_tokens)
+
+
+def job_from_wire(request: decode_pb2.DecodeRequest, claims: TicketClaims) -> DecodeJob:
+    """The records of a request whose ticket has been verified."""
+    return DecodeJob(
+        claims=claims,
+        ticket=request.ticket,
+        prompt_ids=tuple(request.token_ids),
+        sampling=sampling_from_wire(request),
+        speculation=speculation_from_wire(request.speculation),
+        draft_length_fixed=request.draft_length_fixed,
+        committed=tuple(
+            CommittedChoice(entry.index, tuple(entry.token_ids), entry.finished)
+            for entry in request.committed
+        ),
+        peers=tuple(peer_from_wire(peer) for peer in request.prefill_peers),
+        request_class=request.request_class or "chat",
+    )
+
+
+def check_claims(job: DecodeJob, identity: WorkerIdentity, numerics_class: str) -> None:
+    """The ticket is for this worker's life, this prompt and this numerics class.
+
+    Raises FailedPrecondition naming what differs; PermissionDenied for another prompt.
+    """
+    claims = job.claims
+    if claims.decode_worker_id != identity.worker_id:
+        raise FailedPrecondition("ticket.decode_worker_id", f"this is {identity.worker_id}")
+    if claims.decode_epoch != identity.epoch:
+        raise FailedPrecondition("ticket.decode_epoch", "this worker has been restarted since")
+    if claims.numerics_class and claims.numerics_class != numerics_class:
+        raise FailedPrecondition(
+            "ticket.numerics_class", f"{claims.numerics_class} asked for, this is {numerics_class}"
+        )
+    if claims.prompt_digest != prompt_digest(job.prompt_ids):
+        raise PermissionDenied("ticket: it is for another prompt")
+
+
+def check_job(job: DecodeJob, limits: JobLimits) -> None:
+    """Everything that would break a step or never fit. Raises InvalidArgument naming the field."""
+    sampling = job.sampling
+    prompt_tokens = len(job.prompt_ids)
+    _require(prompt_tokens > 0, "token_ids", "the prompt is empty")
+    _check_ids("token_ids", job.prompt_ids, limits.vocab_size)
+    _require(
+        prompt_tokens < limits.max_context,
+        "token_ids",
+        f"the prompt has {prompt_tokens} tokens, the context is {limits.max_context}",
+    )
+    _require(
+        prompt_tokens <= limits.pool_tokens,
+        "token_ids",
+        f"the prompt has {prompt_tokens} tokens, this worker's KV pool has room for {limits.pool_tokens}",
+    )
+    _check_sampling(sampling, limits)
+    for entry in job.committed:
+        _require(0 <= entry.index < sampling.n, "committed.index", f"{entry.index} of {sampling.n} choices")
+        _check_ids("committed.token_ids", entry.token_ids, limits.vocab_size)
+        _require(
+            len(entry.token_ids) <= sampling.max_tokens, "committed.token_ids", "more than max_tokens allows"
+        )
+        longest = limits.token_limit(prompt_tokens, sampling.max_tokens)
+        _require(
+            len(entry.token_ids) <= longest,
+            "committed.token_ids",
+            f"{prompt_tokens} + {len(entry.token_ids)} tokens, there is room for {prompt_tokens + longest}",
+        )
+
+
+def _check_sampling(sampling: SamplingParams, limits: JobLimits) -> None:
+    _require(1 <= sampling.max_tokens <= _MAX_COUNT, "sampling.max_tokens", "must be at least 1")
+    _require(
+        0 <= sampling.min_tokens <= sampling.max_tokens, "sampling.min_tokens", "must not exceed max_tokens"
+    )
+    _require(1 <= sampling.n <= limits.max_running, "sampling.n", f"at most {limits.max_running} choices")
+    _require(0.0 <= sampling.temperature <= 1e4, "sampling.temperature", "must be a number of at least 0")
+    _require(0.0 < sampling.top_p <= 1.0, "sampling.top_p", "must be in (0, 1]")
+    _require(0.0 <= sampling.min_p <= 1.0, "sampling.min_p", "must be in [0, 1]")
+    _require(sampling.top_k >= 0, "sampling.top_k", "must not be negative")
+    _require(0.0 < sampling.repetition_penalty <= 1e4, "sampling.repetition_penalty", "must be above 0")
+    for name in ("presence_penalty", "frequency_penalty"):
+        _require(abs(getattr(sampling, name)) <= 1e4, f"sampling.{name}", "is out of range")
+    _check_ids("sampling.logit_bias", tuple(sampling.logit_bias), limits.vocab_size)
+    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+    for word in sampling.bad_word_ids:
+        _check_ids("sampling.bad_words", word, limits.vocab_size)
+    if sampling.logprobs is not None:
+        _require(0 <= sampling.logprobs <= limits.vocab_size, "sampling.logprobs", "is out of range")
+    _require(all(sampling.stop), "sampling.stop", "a stop string is empty")
+
+
+def _check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidArgument(field, f"{wrong} is no token id (0 to {vocab_size - 1})")
+
+
+def _require(holds: bool, field: str, message: str) -> None:
+    if not holds:
+        raise InvalidArgument(field, message)

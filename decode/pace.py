@@ -1,0 +1,70 @@
+"""How deep each choice drafts in a step: a fixed K as given, else what the K controller says, both cut by room."""
+
+from collections.abc import Sequence
+
+from decode.choice import Choice
+from decode.control.controller import ControlledChoice, DraftLengthController, PlanEntry
+
+
+class Pace:
+    """One a worker. Engine thread only. `max_rows`: rows of the largest step."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._controller = DraftLengthController(max_rows)
+
+    def join(self, choice: Choice) -> None:
+        """A choice begins to draft."""
+        needs = choice.drafter.needs
+        self._controller.add(
+            ControlledChoice(
+                key=choice.key,
+                drafter=choice.drafter.name,
+                request_class=choice.request.job.request_class,
+                max_length=needs.max_draft_length,
+                default_length=needs.default_draft_length,
+                start_length=choice.draft_length_start,
+                fixed=choice.draft_length_fixed,
+            )
+        )
+
+    def leave(self, choice: Choice) -> None:
+        """It drafts no more. Idempotent."""
+        self._controller.remove(choice.key)
+
+    def lengths(
+        self, choices: Sequence[Choice], rooms: Sequence[tuple[int, int]], other_rows: int
+    ) -> list[tuple[int, int]]:
+        """(depth, nodes) for each choice; `rooms` are the largest possible ones."""
+        depths = [0] * len(choices)
+        moved: list[int] = []
+        for index, (choice, (room, _)) in enumerate(zip(choices, rooms, strict=True)):
+            if choice.draft_length_fixed is not None:
+                depths[index] = min(room, choice.draft_length_fixed)
+            elif choice.drafting:
+                moved.append(index)
+        if moved:
+            fixed_rows = sum(depths) + len(choices) - len(moved) + other_rows
+            entries = [PlanEntry(choices[index].key, rooms[index][0]) for index in moved]
+            for index, depth in zip(moved, self._controller.plan(entries, fixed_rows), strict=True):
+                depths[index] = depth
+        return [
+            (depth, min(nodes, depth * choice.draft_request.draft_width))
+            for choice, depth, (_, nodes) in zip(choices, depths, rooms, strict=True)
+        ]
+
+    def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int) -> None:
+        """Acceptance of one choice's draft in one step."""
+        if depths:
+            self._controller.observe(choice.key, max(depths), num_accepted)
+
+    def record_step(self, rows: int, seconds: float) -> None:
+        """What a target forward of `rows` rows cost."""
+        self._controller.record_step(rows, seconds)
+
+    def record_draft(self, drafter: str, depth: int, seconds: float) -> None:
+        """What one proposal cost whose longest draft was `depth`."""
+        self._controller.record_draft(drafter, depth, seconds)
+
+    def check(self) -> None:
+        """Called when idle: no choice may be left."""
+        self._controller.check()
