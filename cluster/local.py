@@ -69,7 +69,7 @@ class LocalCluster:
         ]
         self._sizes: dict[str, int] = {"router": 1, "prefill": prefill, "decode": decode}
         self._variables = dict(variables or {})
-        self._log_path = log_path
+        self.log_path = log_path
         self._start_timeout_s = start_timeout_s
         self._clock: Clock = SystemClock()
         self._process: subprocess.Popen[str] | None = None
@@ -87,7 +87,7 @@ class LocalCluster:
 
     def start(self) -> Self:
         """Starts and waits for the ready line. Raises Internal with the end of the log where it never comes."""
-        log = subprocess.DEVNULL if self._log_path is None else self._log_path.open("ab")
+        log = subprocess.DEVNULL if self.log_path is None else self.log_path.open("ab")
         self._process = subprocess.Popen(
             self._command,
             stdout=subprocess.PIPE,
@@ -129,9 +129,9 @@ class LocalCluster:
 
     def log_tail(self, lines: int = 40) -> str:
         """The end of what it wrote to stderr."""
-        if self._log_path is None or not self._log_path.exists():
+        if self.log_path is None or not self.log_path.exists():
             return ""
-        return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def workers(self) -> tuple[admin_pb2.WorkerStatus, ...]:
         """What the router knows of its workers now."""

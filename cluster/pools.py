@@ -147,11 +147,8 @@ class Pools:
 
 def end_deployment(timeout_s: float) -> tuple[str, ...]:
     """Cluster mode: ends every detached actor of the namespace, the router first. Returns their names."""
-    names = [
-        entry["name"]
-        for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == NAMESPACE
-    ]
+    entries: list[Any] = ray.util.list_named_actors(all_namespaces=True)  # Any: typed by Ray as names alone
+    names: list[str] = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]
     ordered = sorted(names, key=lambda name: (not name.startswith("router"), name))
     for name in ordered:
         actor = ray.get_actor(name, namespace=NAMESPACE)

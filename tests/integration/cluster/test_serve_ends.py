@@ -36,8 +36,9 @@ def survivors(processes: tuple[psutil.Process, ...]) -> list[str]:
 
 def folders(cluster: LocalCluster) -> list[Path]:
     """The deployment's own folder in the temporary directory."""
-    log = Path(cluster.log_path or "").read_text()
-    return [Path(line.split("logs: ")[1].rstrip(")")) for line in log.splitlines() if "logs: " in line]
+    assert cluster.log_path is not None
+    lines = cluster.log_path.read_text().splitlines()
+    return [Path(line.split("logs: ")[1].rstrip(")")) for line in lines if "logs: " in line]
 
 
 def test_sigterm_lets_a_running_answer_end_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
