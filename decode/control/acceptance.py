@@ -10,10 +10,12 @@ class AcceptanceStats:
     """Conditional rates: accepted at depth i / offered at depth i, among steps that accepted depth i - 1.
 
     `decay` is what one more trial leaves of the earlier ones (0.97: about the last 33 trials count). The prior
-    counts as `prior_trials` trials; a depth without its own prior takes that of the depth before.
+    stands for the first `prior_trials` trials and fades like any other; a depth without its own prior takes that
+    of the depth before. Where drafts no longer reach a depth its evidence fades, and the rate of the depth
+    before it takes its place.
     """
 
-    __slots__ = ("_decay", "_prior", "_prior_trials", "_rates", "_successes", "_trials")
+    __slots__ = ("_decay", "_prior_trials", "_rates", "_successes", "_trials")
 
     def __init__(
         self,
@@ -23,12 +25,12 @@ class AcceptanceStats:
         decay: float = 0.97,
         prior_trials: float = 2.0,
     ) -> None:
+        known = list(prior[:max_depth]) or [FIRST_GUESS]
+        known += [known[-1]] * (max_depth - len(known))
         self._decay = decay
         self._prior_trials = prior_trials
-        known = list(prior[:max_depth]) or [FIRST_GUESS]
-        self._prior = known + [known[-1]] * (max_depth - len(known))
-        self._trials = [0.0] * max_depth
-        self._successes = [0.0] * max_depth
+        self._trials = [prior_trials] * max_depth
+        self._successes = [prior_trials * rate for rate in known[:max_depth]]
         self._rates: tuple[float, ...] | None = None
 
     @property
@@ -40,20 +42,17 @@ class AcceptanceStats:
 
     def observe(self, offered_depth: int, accepted: int) -> None:
         """One step whose draft reached `offered_depth` and of which `accepted` tokens were kept."""
-        depth_reached = min(offered_depth, accepted + 1, len(self._trials))
-        for depth in range(depth_reached):
-            self._trials[depth] = self._decay * self._trials[depth] + 1.0
+        for depth in range(min(offered_depth, len(self._trials))):
+            reached = depth <= accepted
+            self._trials[depth] = self._decay * self._trials[depth] + reached
             self._successes[depth] = self._decay * self._successes[depth] + (depth < accepted)
-        if depth_reached > 0:
             self._rates = None
 
     def _estimate(self) -> tuple[float, ...]:
-        """Shrunk towards the prior; an unseen depth leans on the depth before it rather than on the prior alone."""
         rates: list[float] = []
-        for depth, trials in enumerate(self._trials):
-            prior = self._prior[depth]
-            if depth and trials < self._prior_trials:
-                prior = 0.5 * (prior + rates[-1])
-            rate = (self._successes[depth] + self._prior_trials * prior) / (trials + self._prior_trials)
+        for trials, successes in zip(self._trials, self._successes, strict=True):
+            missing = max(0.0, self._prior_trials - trials) if rates else 0.0
+            before = rates[-1] if rates else 0.0
+            rate = (successes + missing * before) / (trials + missing)
             rates.append(min(0.999, max(0.001, rate)))
         return tuple(rates)

@@ -54,8 +54,10 @@ def test_draft_probs_are_the_truncated_distribution_that_was_drawn_from():
     draw = DraftDraw(sampling, 5, 0, 3, "rejection", TokenHistory([4], [0]), path=(0,))
     (drawn,) = draw_draft([draw], logits)
     expected = torch.tensor([3.0 - 2.0, 2.0, 1.0, -math.inf, -math.inf]).div(0.7).softmax(0)
-    assert drawn is not None and drawn.draft_probs is not None
-    assert torch.allclose(drawn.draft_probs, expected) and drawn.draft_probs[drawn.token_id] > 0
+    assert drawn is not None
+    assert drawn.draft_probs is not None
+    assert torch.allclose(drawn.draft_probs, expected)
+    assert drawn.draft_probs[drawn.token_id] > 0
 
 
 def test_greedy_and_invariant_draws_carry_no_draft_probs():
@@ -78,4 +80,7 @@ def test_a_broken_row_ends_its_own_draft_only():
         DraftDraw(SAMPLED, 1, 0, 1, "rejection", HISTORY),
     ]
     broken, whole, also_broken = draw_draft(draws, logits)
-    assert broken is None and also_broken is None and whole is not None and whole.token_id == 1
+    assert broken is None
+    assert also_broken is None
+    assert whole is not None
+    assert whole.token_id == 1

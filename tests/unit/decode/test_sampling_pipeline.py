@@ -80,7 +80,8 @@ def test_rejected_drafts_leave_no_trace_in_the_counts():
     sampling = SamplingParams(temperature=1.0, frequency_penalty=2.0)
     before = probs_of(sampling, history)
     probs_of(sampling, history, (2, 2, 2))
-    assert np.array_equal(probs_of(sampling, history), before) and history.output_counts == {1: 1}
+    assert np.array_equal(probs_of(sampling, history), before)
+    assert history.output_counts == {1: 1}
 
 
 def test_logit_bias_is_added_and_ids_beyond_the_vocabulary_are_ignored():
@@ -122,7 +123,8 @@ def test_a_banned_favourite_is_never_emitted_though_every_draft_holds_it():
     draft = Draft((3,) * 8, tuple(range(8)))
     for sampling in (SamplingParams(logit_bias={3: -100.0}), SamplingParams(bad_word_ids=((3,),))):
         (verdict,) = verify([VerifyItem(sampling, 0, 0, TokenHistory([5]), 1, 0, draft)], logits)
-        assert verdict.token_ids == (0,) and verdict.accepted_rows == ()
+        assert verdict.token_ids == (0,)
+        assert verdict.accepted_rows == ()
 
 
 @pytest.mark.parametrize("penalty", [2.0, -2.0])
@@ -134,7 +136,8 @@ def test_penalties_inside_a_burst_equal_those_without_speculation(penalty, field
     plain = answer(rows, sampling, lambda history: ())
     right = answer(rows, sampling, lambda history: tuple(plain[len(history.output_ids) :][:5]))
     wrong = answer(rows, sampling, lambda history: (0, 1, 2))
-    assert plain == right == wrong and len(plain) == 24
+    assert plain == right == wrong
+    assert len(plain) == 24
 
 
 def answer(rows, sampling, propose):
@@ -163,7 +166,9 @@ def test_all_temperatures_share_a_call_without_nan_and_tiny_ones_are_greedy():
     assert all(v.error is None and math.isfinite(v.logprobs[0].logprob) for v in verdicts)
     for item in items:
         probs = sampler.probs(DrawItem(item.sampling, 4, 0, 1, item.history, item.logits_start), logits)
-        assert not isinstance(probs, str) and np.isfinite(probs).all() and abs(probs.sum() - 1) < 1e-6
+        assert not isinstance(probs, str)
+        assert np.isfinite(probs).all()
+        assert abs(probs.sum() - 1) < 1e-6
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -178,7 +183,8 @@ def test_broken_logits_end_their_own_request_only(temperature, bad_value, verifi
     ]
     verdicts = verify(items, logits)
     assert [v.error for v in verdicts] == [None, NOT_FINITE, None]
-    assert verdicts[1].token_ids == () and len(verdicts[0].token_ids) == 1
+    assert verdicts[1].token_ids == ()
+    assert len(verdicts[0].token_ids) == 1
 
 
 @pytest.mark.parametrize("verification", ["invariant", "rejection"])

@@ -104,7 +104,7 @@ def test_accepted_rows_are_a_path_whose_tokens_were_emitted(propose):
 @given(data=st.data(), temperature=st.sampled_from([0.0, 0.9]), seed=st.integers(0, 2**53 - 1))
 def test_any_tree_yields_a_prefix_of_the_plain_answer(data, temperature, seed):
     num_nodes = data.draw(st.integers(0, 8))
-    likely = st.sampled_from(torch.topk(TABLE[2], 4).indices.tolist() + [0, 39])
+    likely = st.sampled_from([*torch.topk(TABLE[2], 4).indices.tolist(), 0, 39])
     draft = Draft(
         tuple(data.draw(likely) for _ in range(num_nodes)),
         tuple(data.draw(st.integers(0, node)) for node in range(num_nodes)),
@@ -152,7 +152,8 @@ def test_a_step_without_a_draft_draws_one_token():
     for mode in ("invariant", "rejection"):
         item = VerifyItem(PARAMETERS[1], 3, 0, TokenHistory([1, 2]), 2, 0, verification=mode)
         (verdict,) = verify([item], TABLE[[2]])
-        assert len(verdict.token_ids) == 1 and verdict.accepted_rows == ()
+        assert len(verdict.token_ids) == 1
+        assert verdict.accepted_rows == ()
 
 
 @pytest.mark.parametrize("sampling", PARAMETERS)
@@ -168,7 +169,8 @@ def test_logprobs_are_the_raw_targets_and_equal_bit_for_bit_with_speculation(sam
     for propose in PROPOSALS:
         tokens, verdicts = answer(asked, propose)
         entries = [entry for verdict in verdicts for entry in verdict.logprobs][:24]
-        assert entries == reference and [entry.token_id for entry in entries] == tokens
+        assert entries == reference
+        assert [entry.token_id for entry in entries] == tokens
     raw = torch.log_softmax(TABLE[2].double(), dim=0)
     best = torch.topk(raw, 2)
     assert reference[0].logprob == pytest.approx(float(raw[reference[0].token_id]), abs=1e-12)
@@ -191,7 +193,8 @@ def test_nothing_outside_the_truncated_set_is_emitted_in_either_mode():
         logits = TABLE[[2, seed % 40]]
         for name, verdict in zip(seen, verify(items, logits), strict=True):
             seen[name].add(verdict.token_ids[0])
-    assert seen["invariant"] <= allowed and seen["rejection"] <= allowed
+    assert seen["invariant"] <= allowed
+    assert seen["rejection"] <= allowed
     assert len(seen["other"]) > 5, "a neighbour keeps its own parameters"
 
 
@@ -227,7 +230,9 @@ def test_draft_probs_that_are_no_distribution_cut_the_chain_before_them(bad):
     draft = Draft((plain_answer(SamplingParams(), 1)[0], 3), (0, 1), draft_probs)
     item = VerifyItem(SamplingParams(), 1, 0, history, 2, 0, draft, "rejection")
     (verdict,) = verify([item], target_rows(history, draft))
-    assert verdict.error is None and verdict.accepted_rows == (1,) and len(verdict.token_ids) == 2
+    assert verdict.error is None
+    assert verdict.accepted_rows == (1,)
+    assert len(verdict.token_ids) == 2
 
 
 def test_without_a_compiler_the_verdicts_are_the_same(monkeypatch):
@@ -247,7 +252,8 @@ def rejected_verdicts() -> list[Verdict]:
     for seed in range(20):
         draw = DraftDraw(sampling, seed, 0, 2, "rejection", history)
         (drawn,) = draw_draft([draw], TABLE[[2]] * 0.5)
-        assert drawn is not None and drawn.draft_probs is not None
+        assert drawn is not None
+        assert drawn.draft_probs is not None
         draft = Draft((drawn.token_id,), (0,), drawn.draft_probs[None])
         item = VerifyItem(sampling, seed, 0, history, 2, 0, draft, "rejection")
         verdicts += verify([item], target_rows(history, draft))

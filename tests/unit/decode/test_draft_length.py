@@ -1,0 +1,284 @@
+"""The K controller: the best K for measured times, few switches, a way back from 0 (CASES B42)."""
+
+import itertools
+import math
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from decode.control.acceptance import FIRST_GUESS, AcceptanceStats
+from decode.control.controller import (
+    LONGEST_PROBE_STEPS,
+    ControlledChoice,
+    DraftLengthController,
+    PlanEntry,
+)
+from decode.control.draft_length import DraftCandidate, StepCosts, choose_draft_lengths
+from decode.control.step_time import StepTimeTable, monotone
+
+FLAT = [0.010] * 65
+LINEAR = [0.010 * rows for rows in range(65)]
+TYPICAL = [0.0 if rows == 0 else 0.009 + 0.0004 * rows for rows in range(65)]
+
+
+def candidate(rate: float, room: int = 8, **changes: object) -> DraftCandidate:
+    return replace(DraftCandidate("ngram", (rate,) * room), **changes)  # type: ignore[arg-type]
+
+
+def best_length_by_hand(rate: float, room: int, table: list[float], draft: list[float]) -> int:
+    """argmax of (1 - a^(K+1)) / (1 - a) / (T(K + 1) + T_draft(K))."""
+
+    def tokens_per_second(length: int) -> float:
+        return (
+            (1 - rate ** (length + 1)) / (1 - rate) / (table[length + 1] + (draft[length] if length else 0.0))
+        )
+
+    return max(range(room + 1), key=tokens_per_second)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.2, 0.5, 0.7, 0.9, 0.97])
+@pytest.mark.parametrize("draft_seconds", [0.0, 0.0008, 0.003])
+def test_one_choice_gets_the_length_that_the_formula_says(rate, draft_seconds):
+    draft = [draft_seconds * depth for depth in range(9)]
+    costs = StepCosts(TYPICAL, {"ngram": draft})
+    expected = best_length_by_hand(rate, 8, TYPICAL, draft)
+    assert choose_draft_lengths([candidate(rate)], costs) == [expected]
+
+
+def test_free_rows_are_all_used_and_dear_ones_are_not():
+    assert choose_draft_lengths([candidate(0.5)], StepCosts(FLAT, {})) == [6], (
+        "a node under 1 % is not worth a row"
+    )
+    assert choose_draft_lengths([candidate(0.5)], StepCosts(LINEAR, {})) == [0]
+
+
+def test_a_batch_spends_its_rows_on_those_who_accept():
+    lengths = choose_draft_lengths([candidate(0.9), candidate(0.1)], StepCosts(TYPICAL, {}))
+    assert lengths[0] > lengths[1]
+    assert lengths[1] == 0
+
+
+def test_load_gates_drafting_where_rows_stop_being_free():
+    step = [0.010] * 17 + [0.010 + 0.002 * rows for rows in range(1, 48)]
+    alone = choose_draft_lengths([candidate(0.5)], StepCosts(step, {}))
+    loaded = choose_draft_lengths([candidate(0.5)] * 16, StepCosts(step, {}))
+    assert alone[0] >= 3
+    assert max(loaded) == 0
+    behind_prefill = choose_draft_lengths([candidate(0.5)], StepCosts(step, {}, other_rows=40))
+    assert behind_prefill[0] < alone[0]
+
+
+def test_a_drafter_that_costs_more_than_it_brings_is_left_out_beside_one_that_pays():
+    dear = DraftCandidate("draft_model", (0.9,) * 4)
+    costs = StepCosts(TYPICAL, {"draft_model": [0.0, 0.05, 0.1, 0.15, 0.2]})
+    lengths = choose_draft_lengths([dear, candidate(0.6), candidate(0.6)], costs)
+    assert lengths[0] == 0
+    assert lengths[1] > 0
+    assert lengths[2] > 0
+
+
+def test_fixed_lengths_are_used_as_given_and_cut_by_room_only():
+    costs = StepCosts(LINEAR, {})
+    assert choose_draft_lengths([candidate(0.01, fixed=5), candidate(0.5, room=2, fixed=5)], costs) == [5, 2]
+    assert choose_draft_lengths([candidate(0.9, fixed=0)], StepCosts(FLAT, {})) == [0]
+
+
+def test_a_change_waits_for_its_dwell_unless_much_is_to_be_won():
+    costs = StepCosts(TYPICAL, {})
+    best = best_length_by_hand(0.7, 8, TYPICAL, [0.0] * 9)
+    near = best - 1
+    held = candidate(0.7, current=near, steps_since_change=9, dwell_steps=64)
+    assert choose_draft_lengths([held], costs) == [near]
+    far = replace(held, current=0)
+    assert choose_draft_lengths([far], costs) == [best], "a gain over 10 % overrides a grown dwell"
+    assert choose_draft_lengths([replace(far, steps_since_change=3)], costs) == [0]
+
+
+def test_gains_under_one_percent_change_nothing():
+    costs = StepCosts(TYPICAL, {})
+    best = best_length_by_hand(0.7, 8, TYPICAL, [0.0] * 9)
+    held = candidate(0.7, current=best + 1, steps_since_change=1000)
+    assert choose_draft_lengths([held], costs) == [best + 1]
+
+
+def test_a_single_choice_in_a_large_batch_still_moves():
+    settled = [candidate(0.05, current=0, steps_since_change=99) for _ in range(15)]
+    waking = candidate(0.9, current=0, steps_since_change=99)
+    lengths = choose_draft_lengths([*settled, waking], StepCosts(TYPICAL, {}))
+    assert lengths[:15] == [0] * 15
+    assert lengths[15] > 0
+
+
+def test_no_room_means_no_draft():
+    assert choose_draft_lengths([candidate(0.9, room=0)], StepCosts(FLAT, {})) == [0]
+    assert choose_draft_lengths([], StepCosts(FLAT, {})) == []
+
+
+def test_the_conditional_rate_counts_only_steps_that_accepted_the_depth_before():
+    stats = AcceptanceStats(3, decay=0.9999, prior_trials=0.01)
+    for _ in range(50):
+        stats.observe(3, 1)
+        stats.observe(3, 3)
+    assert stats.rates == pytest.approx((0.999, 0.5, 0.999), abs=0.01)
+
+
+def test_rates_without_samples_are_hopeful_and_nothing_offered_says_nothing():
+    stats = AcceptanceStats(4)
+    stats.observe(0, 0)
+    assert stats.rates == (FIRST_GUESS,) * 4
+    stats.observe(99, 99)
+    assert len(stats.rates) == 4
+    assert all(0.0 < rate < 1.0 for rate in stats.rates)
+
+
+def test_old_acceptance_fades():
+    stats = AcceptanceStats(1)
+    for _ in range(500):
+        stats.observe(1, 1)
+    for _ in range(120):
+        stats.observe(1, 0)
+    assert stats.rates[0] < 0.05
+
+
+def test_step_times_are_interpolated_monotone_and_go_on_beyond_what_was_seen():
+    table = StepTimeTable(32, {1: 0.010, 5: 0.012, 9: 0.011, 16: 0.020})
+    assert table.seconds == sorted(table.seconds)
+    assert table.seconds[1] == 0.010
+    assert 0.010 < table.seconds[3] < 0.012
+    assert table.seconds[32] > table.seconds[16]
+    assert len(table.seconds) == 33
+
+
+def test_monotone_pools_neighbours_by_weight():
+    assert monotone([1.0, 3.0, 2.0, 5.0], [1.0, 1.0, 3.0, 1.0]) == [1.0, 2.25, 2.25, 5.0]
+
+
+def test_values_that_are_no_durations_are_ignored_and_one_stall_is_clipped():
+    table = StepTimeTable(8, {1: 0.010})
+    for seconds in (math.nan, math.inf, -1.0, 0.0):
+        table.record(1, seconds)
+    table.record(99, 0.010)
+    for _ in range(50):
+        table.record(1, 0.010)
+    table.record(1, 30.0)
+    for _ in range(8):
+        table.record(1, 0.010)
+    assert table.seconds[1] < 0.0115
+
+
+def controller_with(choices: int = 1, **changes: object) -> DraftLengthController:
+    controller = DraftLengthController(64, dict(enumerate(TYPICAL[1:33], start=1)))
+    for key in range(choices):
+        controller.add(replace(ControlledChoice(key, "ngram", "chat", 8, 4), **changes))  # type: ignore[arg-type]
+    return controller
+
+
+def run(controller: DraftLengthController, rates: list[float], generator: random.Random) -> list[int]:
+    """One step for each rate; K of each."""
+    lengths = []
+    for rate in rates:
+        (length,) = controller.plan([PlanEntry(0, 8)])
+        accepted = 0
+        while accepted < length and generator.random() < rate:
+            accepted += 1
+        controller.observe(0, length, accepted)
+        controller.record_step(length + 1, TYPICAL[length + 1] * generator.uniform(0.95, 1.05))
+        lengths.append(length)
+    return lengths
+
+
+def switches(lengths: list[int]) -> int:
+    """Changes of K, probes apart."""
+    drafting = [length for length in lengths if length > 0]
+    return sum(a != b for a, b in itertools.pairwise(drafting))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stream_that_hovers_at_a_pivot_switches_few_times(seed):
+    generator = random.Random(seed)
+    hovering = [0.62 if (step // 10) % 2 else 0.72 for step in range(5000)]
+    lengths = run(controller_with(), hovering, generator)
+    assert switches(lengths) <= 60, "5,000 steps are about a minute"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_settles_within_a_hundred_steps_of_a_real_change(seed):
+    generator = random.Random(seed)
+    controller = controller_with()
+    run(controller, [0.9] * 600, generator)
+    low = run(controller, [0.01] * 400, generator)
+    assert sum(low[100:]) / 300 < 1.0
+    high = run(controller, [0.95] * 900, generator)
+    assert sum(high[-200:]) / 200 > 4.0, "a drafter that was switched off came back"
+
+
+def test_at_zero_it_probes_and_ever_more_rarely_while_probes_fail():
+    lengths = run(controller_with(), [0.0] * 3000, random.Random(0))
+    drafted = [step for step, length in enumerate(lengths) if length > 0]
+    gaps = [b - a for a, b in itertools.pairwise(drafted)]
+    assert gaps[-1] == LONGEST_PROBE_STEPS + 1
+    assert max(lengths[500:]) <= 2
+
+
+def test_a_stream_without_samples_or_with_broken_times_keeps_its_length():
+    controller = controller_with()
+    (first,) = controller.plan([PlanEntry(0, 8)])
+    for _ in range(300):
+        (length,) = controller.plan([PlanEntry(0, 8)])
+        controller.observe(0, 0, 0)
+        controller.record_step(length + 1, math.nan)
+        assert length == first
+
+
+def test_room_cuts_a_step_without_moving_the_length():
+    controller = controller_with()
+    run(controller, [0.9] * 200, random.Random(1))
+    (usual,) = controller.plan([PlanEntry(0, 8)])
+    assert controller.plan([PlanEntry(0, 1)]) == [1]
+    assert controller.plan([PlanEntry(0, 0)]) == [0]
+    assert controller.plan([PlanEntry(0, 8)]) == [usual]
+
+
+def test_a_start_length_is_used_first_and_a_fixed_length_always():
+    assert controller_with(start_length=3).plan([PlanEntry(0, 8)]) == [3]
+    fixed = controller_with(fixed=7)
+    assert set(run(fixed, [0.0] * 100, random.Random(0))) == {7}
+    assert set(run(controller_with(fixed=0), [0.0] * 100, random.Random(0))) == {0}
+
+
+def test_before_any_measurement_the_default_length_is_used():
+    controller = DraftLengthController(64)
+    controller.add(ControlledChoice(0, "ngram", "chat", 8, 4))
+    assert controller.plan([PlanEntry(0, 8)]) == [4]
+
+
+def test_a_new_choice_starts_from_what_its_class_showed():
+    controller = controller_with()
+    run(controller, [0.02] * 600, random.Random(0))
+    controller.add(ControlledChoice(1, "ngram", "chat", 8, 4))
+    controller.add(ControlledChoice(2, "ngram", "code", 8, 4))
+    same_class, other_class = controller.plan([PlanEntry(1, 8), PlanEntry(2, 8)])
+    assert same_class < other_class
+
+
+def test_removed_choices_leave_nothing_behind():
+    controller = controller_with(2)
+    controller.remove(0)
+    controller.remove(0)
+    with pytest.raises(AssertionError, match="left in the controller"):
+        controller.check()
+    controller.remove(1)
+    controller.check()
+
+
+def test_planning_a_batch_of_eight_is_cheap():
+    controller = controller_with(8)
+    entries = [PlanEntry(key, 8) for key in range(8)]
+    started = time.process_time()
+    for _ in range(400):
+        controller.plan(entries)
+    assert (time.process_time() - started) / 400 < 500e-6, (
+        "50 µs on a quiet machine; ten times that for a loaded one"
+    )
