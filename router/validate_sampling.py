@@ -31,7 +31,9 @@ def check_sampling(
     A logit bias is finite and at most ±100, so it can favour tokens but bans none for certain; bad words and
     min_tokens ban. If they leave nothing to draw, the decode worker ends the request naming the constraint.
     """
-    max_tokens = message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    max_tokens = (
+        message.max_tokens if message.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, max_tokens_limit)
+    )
     _check_range("max_tokens", max_tokens, 1, max_tokens_limit)
     _check_range("min_tokens", message.min_tokens, 0, max_tokens)
     n = message.n if message.HasField("n") else 1

@@ -1,0 +1,118 @@
+"""Classification by rules and what `auto` makes of it."""
+
+import pytest
+
+from core.errors import InvalidArgument
+from core.records import REQUEST_CLASSES, SpeculationParams
+from core.settings import ClassPolicy
+from router.classify import classify
+from router.policy import DEFAULT_POLICIES, choose_drafting, load_policies, parse_policies
+
+PASSAGE = "The lighthouse stood at the end of the pier and was painted every second spring. " * 15
+
+PROMPTS = [
+    (
+        "structured",
+        "Extract the names and ages below. Return the result as a JSON object.\nAnna is 31, Ben is 12.",
+    ),
+    ("structured", 'You may use tools. {"name": "weather", "parameters": {"city": "string"}}'),
+    ("structured", "List three rivers as a markdown table with columns name and length."),
+    ("code", "Write a Python function that reverses a linked list."),
+    ("code", "def area(radius):\n    return 3 * radius\n\nFix the bug."),
+    ("code", "What does this do?\n```python\nprint(sum(x))\n```"),
+    ("chat", "Hi, how are you today?"),
+    ("chat", "Who painted the Mona Lisa?"),
+    (
+        "reasoning",
+        "A train leaves at 9 and goes 60 km an hour. How far has it come at 11? Think step by step.",
+    ),
+    ("reasoning", "Prove that the sum of two odd numbers is even."),
+    ("creative", "Write a short story about a lighthouse keeper and a gull."),
+    ("creative", "Compose a haiku for a rainy Monday."),
+    ("translation", "Translate to French: The harbour is closed."),
+    ("translation", "Please translate the following sentence into German.\nThe harbour is closed."),
+    ("summarisation", "Summarize: " + PASSAGE),
+    ("summarisation", PASSAGE + "\nGive a summary of the text above."),
+    ("summarisation", PASSAGE + "\nWhen was the lighthouse painted?"),
+    (
+        "batch",
+        "Classify the following reviews as good or bad.\n"
+        + "\n".join(f"{i}. It was fine." for i in range(9)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("expected", "prompt"), PROMPTS)
+def test_a_prompt_of_each_kind_finds_its_class(expected: str, prompt: str) -> None:
+    assert classify(prompt).request_class == expected
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", "\0", "?" * 10_000, "((((" * 5_000, "a\n" * 50_000, "1. x\n" * 50_000]
+)
+def test_any_text_has_a_class_quickly(prompt: str) -> None:
+    assert classify(prompt).request_class in REQUEST_CLASSES
+
+
+def test_each_class_has_a_policy_and_none_drafts_nothing() -> None:
+    assert set(DEFAULT_POLICIES) == set(REQUEST_CLASSES)
+    assert all(policy.drafter == "ngram" for policy in DEFAULT_POLICIES.values())
+
+
+def test_a_policy_file_changes_what_it_names_and_nothing_else() -> None:
+    table = parse_policies(
+        '[class.code]\ndrafter = "draft_model"\ndraft_length = 2\n[class.summarization]\ndrafter="none"\n'
+    )
+    assert table["code"] == ClassPolicy(drafter="draft_model", draft_length=2)
+    assert table["summarisation"].drafter == "none"
+    assert table["chat"] == DEFAULT_POLICIES["chat"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[class.code", "not TOML"),
+        ('[class.poetry]\ndrafter = "none"', "class.poetry"),
+        ("[class.code]\ndraft_lenght = 2", "class.code.draft_lenght"),
+        ('[class.code]\ndraft_length = "two"', "class.code.draft_length"),
+        ("[class.code]\ndraft_length = -1", "class.code.draft_length"),
+        ("[class.code]\ndraft_length = 1000000", "class.code.draft_length"),
+        ('[class.code]\ndrafter = "auto"', "class.code.drafter"),
+        ("[classes.code]\ndraft_length = 2", "classes"),
+        ("class = 3", "class"),
+    ],
+)
+def test_a_bad_policy_file_is_refused_naming_the_key(text: str, named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        parse_policies(text)
+
+
+def test_a_policy_file_that_is_missing_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="policy_file"):
+        load_policies("/nonexistent/policies.toml")
+
+
+HOSTED = frozenset({"none", "ngram"})
+POLICY = ClassPolicy(drafter="ngram", draft_length=5)
+
+
+@pytest.mark.parametrize(
+    ("requested", "policy", "drafter", "length", "fixed"),
+    [
+        (SpeculationParams(), POLICY, "ngram", 5, False),
+        (SpeculationParams(draft_length=2), POLICY, "ngram", 2, True),
+        (SpeculationParams(drafter="ngram"), POLICY, "ngram", None, False),
+        (SpeculationParams(drafter="ngram", draft_length=9), POLICY, "ngram", 9, True),
+        (SpeculationParams(drafter="none"), POLICY, "none", None, False),
+        (SpeculationParams(drafter="none", draft_length=0), POLICY, "none", 0, True),
+        (SpeculationParams(), ClassPolicy(drafter="ngram", draft_length=64), "ngram", 16, False),
+        (SpeculationParams(), ClassPolicy(drafter="eagle", draft_length=4), "none", None, False),
+        (SpeculationParams(drafter="eagle", draft_length=4), POLICY, "none", 0, True),
+    ],
+)
+def test_auto_becomes_one_drafter_and_what_is_given_stays(
+    requested: SpeculationParams, policy: ClassPolicy, drafter: str, length: int | None, fixed: bool
+) -> None:
+    plan = choose_drafting(requested, policy, HOSTED, 16)
+    assert (plan.speculation.drafter, plan.speculation.draft_length, plan.fixed) == (drafter, length, fixed)
+    assert bool(plan.fallback) == ("not hosted" in plan.reason)
