@@ -72,6 +72,7 @@ class Choice:
     draft_request: DraftRequest
     table: BlockTable | None = None
     ended: bool = False
+    finish: ChoiceFinish | None = None
     parked: bool = False
     drafting: bool = False
     joined: int = 0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.records import FinishReason, SamplingParams
+from core.records import ChoiceFinish, FinishReason, SamplingParams
 
 
 class Detokenizer(Protocol):
@@ -37,6 +37,10 @@ class Cut:
     finish: FinishReason | None
     text: str | None = None
     stop_string: str = ""
+
+    def finish_of(self, index: int) -> ChoiceFinish | None:
+        """How choice `index` ended, if it did."""
+        return None if self.finish is None else ChoiceFinish(index, self.finish, self.stop_string)
 
 
 class Finisher:

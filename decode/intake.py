@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from core.errors import InvalidArgument
+from core.records import ChoiceFinish
 from core.settings import DecodeSettings
 from core.tokenizer import IncrementalDetokenizer, Tokenizer
 from decode.choice import Choice, Listener, Request
@@ -75,7 +76,7 @@ class RequestFactory:
         history = TokenHistory(job.prompt_ids, committed)
         limit = self._limits.token_limit(len(job.prompt_ids), sampling.max_tokens)
         finisher = Finisher(sampling, limit, IncrementalDetokenizer(self._tokenizer))
-        ended = job.is_finished(index) or _already_ends(finisher, committed)
+        finish = _finish_so_far(finisher, committed, index)
         width = speculation.draft_width or drafter.needs.default_draft_width
         key = request.key * _CHOICE_KEYS + index
         draft_request = DraftRequest(
@@ -98,7 +99,8 @@ class RequestFactory:
             draft_length_fixed=speculation.draft_length if job.draft_length_fixed else None,
             draft_length_start=_start_length(job, drafter),
             draft_request=draft_request,
-            ended=ended,
+            ended=finish is not None or job.is_finished(index),
+            finish=finish,
         )
         return choice
 
@@ -125,14 +127,14 @@ def _start_length(job: DecodeJob, drafter: Drafter) -> int | None:
     return None if length is None else max(0, min(length, drafter.needs.max_draft_length))
 
 
-def _already_ends(finisher: Finisher, committed: tuple[int, ...]) -> bool:
-    """Take in what the client has, text included; whether that was the whole answer."""
+def _finish_so_far(finisher: Finisher, committed: tuple[int, ...], index: int) -> ChoiceFinish | None:
+    """Take in what the client has, text included; how the answer ended, if that was all of it."""
     if not committed:
-        return False
+        return None
     cut = finisher.push(committed)
     if cut.text is None:
         finisher.text_of(committed[: cut.num_text_tokens], finished=False)
-    return cut.finish is not None
+    return cut.finish_of(index)
 
 
 def _table_of(choice: Choice) -> BlockTable:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from core.errors import Internal, InvalidArgument, ServiceError
 from core.metrics import Metrics
-from core.records import ChoiceFinish
 from decode.choice import Burst, Choice, Ended, Event, Prefilling, Request
 from decode.draft import Verdict, VerifyItem
 from decode.drafting import Drafting
@@ -108,7 +107,8 @@ class Lifecycle:
             num_accepted = len(verdict.accepted_rows)
             self._kv.commit(table, table.num_tokens + 1 + min(num_accepted, cut.num_tokens))
             choice.request.tally.add_step(depths, num_accepted, cut.num_tokens, cut.finish is not None)
-        finish = None if cut.finish is None else ChoiceFinish(choice.index, cut.finish, cut.stop_string)
+        finish = cut.finish_of(choice.index)
+        choice.finish = finish
         self._emit(
             Burst(
                 choice=choice,

@@ -29,7 +29,6 @@ class LiveRequest:
         self.job = job
         self.outbox = Outbox(max_deltas, self._on_blocked)
         self.handoff = Handoff()
-        self.finishes: dict[int, ChoiceFinish] = {}
         self.report: SpeculationReport | None = None
         self.arrived_s = clock.now_s()
         self.first_token_s: float | None = None
@@ -84,6 +83,16 @@ class LiveRequest:
         """The report of this attempt, also where it ended before its first token."""
         return self.report if self.report is not None else self.request.tally.snapshot()
 
+    def finishes(self) -> list[ChoiceFinish]:
+        """How the choices ended, in order, those of earlier attempts included."""
+        return [choice.finish for choice in self.request.choices if choice.finish is not None]
+
+    def tell_ended(self) -> None:
+        """Tell of choices that the committed tokens had ended already, without saying so."""
+        for choice in self.request.choices:
+            if choice.finish is not None and not self.job.is_finished(choice.index):
+                self.outbox.put(Delta(choice.index, (), "", (), self.final_report(), choice.finish))
+
     def usage(self) -> Usage:
         """Token counts, committed ones included."""
         committed = sum(len(entry.token_ids) for entry in self.job.committed)
@@ -117,8 +126,6 @@ class LiveRequest:
             )
         self.emitted_tokens += len(burst.token_ids)
         self.report = burst.report
-        if burst.finish is not None:
-            self.finishes[burst.choice.index] = burst.finish
         index = burst.choice.index
         self.outbox.put(Delta(index, burst.token_ids, text, burst.logprobs, burst.report, burst.finish))
 

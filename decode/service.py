@@ -162,7 +162,7 @@ def _delta_to_wire(delta: Delta) -> decode_pb2.DecodeDelta:
 def _finished_to_wire(live: LiveRequest) -> decode_pb2.DecodeFinished:
     handoff = live.handoff
     message = decode_pb2.DecodeFinished(
-        choices=[finish_to_wire(live.finishes[index]) for index in sorted(live.finishes)],
+        choices=[finish_to_wire(finish) for finish in live.finishes()],
         usage=usage_to_wire(live.usage()),
         timing=timing_to_wire(live.timing()),
         handoff=decode_pb2.HandoffReport(
@@ -199,9 +199,7 @@ def _describe(span: Span, live: LiveRequest) -> None:
         names.HANDOFF_BLOCKS: live.handoff.blocks,
     }
     span.set_attributes(attributes)
-    span.set_attribute(
-        names.GEN_AI_FINISH_REASONS, [finish.reason.value for finish in live.finishes.values()]
-    )
+    span.set_attribute(names.GEN_AI_FINISH_REASONS, [finish.reason.value for finish in live.finishes()])
     _describe_speculation(span, report)
 
 

@@ -214,6 +214,7 @@ class DecodeWorker:
 
     async def _bring(self, live: LiveRequest, deadline_s: float | None) -> None:
         request = live.request
+        live.tell_ended()
         if request.open_choices == 0:
             live.outbox.end()
             return
