@@ -5,7 +5,7 @@ every loop turn, call and string operation is counted against a budget.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from datetime import UTC, datetime
 from typing import Any, NoReturn, Protocol
 
@@ -22,6 +22,14 @@ MAX_SOURCE_CHARACTERS = 256 * 1024
 MAX_STEPS = 400_000
 MAX_OUTPUT_CHARACTERS = 32 * 2**20
 FIELD = "chat.messages"
+
+_TEXT_METHODS = {
+    "strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "partition", "rpartition", "startswith",
+    "endswith", "find", "rfind", "index", "count", "upper", "lower", "title", "capitalize", "replace", "join",
+    "removeprefix", "removesuffix", "isdigit", "isalpha", "isspace", "isupper", "islower",
+}  # fmt: skip
+_REMOVED_FILTERS = ("center", "format", "indent", "wordwrap", "urlize", "xmlattr", "slice", "batch", "random")
+"""They can grow text or lists without bound, or are not the same each time."""
 
 _STEP = "_outrider_step"
 _CONCAT = "_outrider_concat"
@@ -88,9 +96,44 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _checked_length(result) if isinstance(result, str) else result
 
     def call(__self, __context: Context, __object: Any, *args: Any, **kwargs: Any) -> Any:
-        """A counted call."""
+        """A counted call. Of the methods of text, those that templates use and that cannot grow it much."""
         _step_of(__context)()
+        owner = getattr(__object, "__self__", None)
+        if isinstance(owner, str):
+            _check_text_method(owner, __object.__name__, args)
         return super().call(__context, __object, *args, **kwargs)
+
+
+def _check_text_method(owner: str, name: str, arguments: Sequence[object]) -> None:
+    if name not in _TEXT_METHODS:
+        raise BudgetExceeded(f"the chat template calls the text method {name}")
+    if name == "replace":
+        _check_replace(owner, *arguments[1:2])
+    if name == "join":
+        _check_join(owner, *arguments)
+
+
+def _check_replace(text: str, new: object = "") -> None:
+    if (len(text) + 1) * len(str(new)) > MAX_OUTPUT_CHARACTERS:
+        raise BudgetExceeded("the chat template replaces by too much text")
+
+
+def _check_join(separator: str, parts: object = ()) -> None:
+    if isinstance(parts, Sized) and len(parts) * len(separator) > MAX_OUTPUT_CHARACTERS:
+        raise BudgetExceeded("the chat template joins with too much text")
+
+
+def _replace(text: object, old: str, new: str, count: int = -1) -> str:
+    _check_replace(str(text), new)
+    return str(text).replace(old, new, count)
+
+
+def _join_filter(parts: Iterable[object], separator: str = "", attribute: str | None = None) -> str:
+    if attribute is not None:
+        parts = [part.get(attribute, "") if isinstance(part, Mapping) else "" for part in parts]
+    texts = [str(part) for part in parts]
+    _check_join(separator, texts)
+    return _checked_length(separator.join(texts))
 
 
 def _checked_repeat(length: int, count: int) -> None:
@@ -124,7 +167,9 @@ class ChatTemplate:
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], cache_size=0
         )
-        environment.filters["tojson"] = _to_json
+        for name in _REMOVED_FILTERS:
+            del environment.filters[name]
+        environment.filters.update({"tojson": _to_json, "replace": _replace, "join": _join_filter})
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: _strftime(clock, form)
         try:
@@ -217,6 +262,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """As the field renders it: without HTML escapes, text as it is."""
+    if indent is not None and not 0 <= indent <= 16:
+        raise BudgetExceeded("the chat template indents by more than 16")
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
