@@ -84,14 +84,16 @@ class Comparison:
 
 
 def load_theirs(model: Path, dtype: torch.dtype) -> Any:
-    """transformers' model over the same files."""
-    from transformers import AutoModelForCausalLM
+    """transformers' model over the same files, its weights dense in `dtype`."""
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     name, options = _their_source(model)
+    if options:
+        options["quantization_config"] = GgufConfig(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options).eval()
 
 
-def _their_source(model: Path) -> tuple[str, dict[str, str]]:
+def _their_source(model: Path) -> tuple[str, dict[str, Any]]:
     file = model if model.is_file() else next(iter(sorted(model.glob("*.gguf"))), None)
     if file is None:
         return str(model), {}
