@@ -99,7 +99,7 @@ _CREATIVE = _rule(
     r"\bbrainstorm\b",
     r"\bblog post\b",
 )
-_BATCH_ITEM = re.compile(r"^\s*(?:\d+[.)]|[-*•]|\[\d+\])\s+\S", re.MULTILINE)
+_BATCH_ITEM = re.compile(r"^[ \t]*(?:\d+[.)]|[-*•]|\[\d+\])\s+\S", re.MULTILINE)
 _BATCH = _rule(
     r"\bfor each of the following\b",
     r"\beach (of the following|item|line|row|entry|sentence|review)\b",
@@ -134,7 +134,7 @@ def _is_code(text: str, head: str, tail: str) -> bool:
     if any(language.lower() not in _DATA_FENCES for language in _FENCE.findall(text)):
         return True
     lines = _CODE.search(head) or _CODE.search(tail)
-    return lines is not None or re.search(r"^\s*(def|class|func|fn) \w+", text, re.MULTILINE) is not None
+    return lines is not None or re.search(r"^[ \t]*(def|class|func|fn) \w+", text, re.MULTILINE) is not None
 
 
 def _classify_prose(text: str, head: str, tail: str, long: bool) -> Classification:

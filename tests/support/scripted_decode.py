@@ -5,7 +5,7 @@ import hashlib
 from collections import deque
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 import grpc
 import grpc.aio
@@ -24,6 +24,7 @@ TICKET_KEY = "00112233445566778899aabbccddeeff"
 BURST = 3
 """Tokens that one delta of a scripted worker brings."""
 
+Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 FaultKind = Literal["unavailable", "die", "end_early", "overloaded", "internal"]
 
 
@@ -117,7 +118,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
             reported_unix_ms=SystemClock().unix_ms(),
         )
 
-    async def Generate(self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
+    async def Generate(self, request: decode_pb2.DecodeRequest, context: Context) -> None:
         """`Decode.Generate`: deltas of BURST tokens, each when the gate is open."""
         self.requests.append(request)
         self.claims.append(self._keys.verify(request.ticket, SystemClock().unix_ms()))
@@ -140,8 +141,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
     async def _answer(
         self,
         request: decode_pb2.DecodeRequest,
-        context: grpc.aio.ServicerContext,
-        fault: Fault | None,  # type: ignore[type-arg]
+        context: Context,
+        fault: Fault | None,
     ) -> None:
         sent = 0
         if fault is not None and fault.after_tokens == 0 and await self._fail(fault, context):
@@ -191,7 +192,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
         length = common_pb2.FINISH_REASON_LENGTH
         return [common_pb2.ChoiceFinish(index=index, reason=length) for index in range(request.sampling.n)]
 
-    async def _fail(self, fault: Fault, context: grpc.aio.ServicerContext) -> bool:  # type: ignore[type-arg]
+    async def _fail(self, fault: Fault, context: Context) -> bool:
         """Lets the fault happen. True: the handler just returns."""
         self.fired.append(fault)
         if fault.kind == "unavailable":

@@ -2,6 +2,7 @@
 
 import pytest
 
+from core.clock import SystemClock
 from core.errors import InvalidArgument
 from core.records import REQUEST_CLASSES, SpeculationParams
 from core.settings import ClassPolicy
@@ -47,11 +48,16 @@ def test_a_prompt_of_each_kind_finds_its_class(expected: str, prompt: str) -> No
     assert classify(prompt).request_class == expected
 
 
-@pytest.mark.parametrize(
-    "prompt", ["", "\0", "?" * 10_000, "((((" * 5_000, "a\n" * 50_000, "1. x\n" * 50_000]
-)
-def test_any_text_has_a_class_quickly(prompt: str) -> None:
-    assert classify(prompt).request_class in REQUEST_CLASSES
+ODD_UNITS = ("?", "(", "\n", "\n ", "1. x\n", "a json_", "how much ", "as a ", "`")
+ODD_TEXTS = ["", "\0", *(unit * 9_000 for unit in ODD_UNITS)]
+
+
+@pytest.mark.parametrize("prompt", ODD_TEXTS, ids=range(len(ODD_TEXTS)))
+def test_any_text_has_a_class_and_none_takes_time_beyond_its_length(prompt: str) -> None:
+    clock = SystemClock()
+    started_s = clock.now_s()
+    assert all(classify(prompt).request_class in REQUEST_CLASSES for _ in range(5))
+    assert clock.now_s() - started_s < 1.0
 
 
 def test_each_class_has_a_policy_and_none_drafts_nothing() -> None:
