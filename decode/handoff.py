@@ -11,7 +11,7 @@ from opentelemetry.trace import StatusCode
 
 from core.auth import bearer_metadata
 from core.clock import Clock, SystemClock
-from core.errors import DeadlineExceeded, FailedPrecondition
+from core.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from core.grpc_errors import from_rpc_error
 from core.grpc_options import channel_options
 from core.peer import GRPC_TRANSPORT, require_compatible
@@ -52,6 +52,7 @@ __all__ = [
 
 _GrpcCall = StreamStreamCall[prefill_pb2.FetchUp, prefill_pb2.FetchDown]
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
+_MESSAGE_MARGIN_BYTES = 1024
 _ENDING_S = 2.0
 """How long a stream that is over may take to say so before it is cancelled."""
 
@@ -85,6 +86,7 @@ class HandoffClient:
         self._vocab_size = vocab_size
         self._settings = settings
         self._options = channel_options(grpc_settings)
+        self._max_message_bytes = grpc_settings.max_message_bytes - _MESSAGE_MARGIN_BYTES
         self._metadata = bearer_metadata(bearer_token)
         self._clock = clock or SystemClock()
         self._connections: dict[PrefillPeer, _Connection] = {}
@@ -165,6 +167,14 @@ class HandoffClient:
         if self._layout.hidden_layers:
             message.hidden_range.CopyFrom(
                 prefill_pb2.TokenRange(start=wanted.hidden_start, end=wanted.num_tokens)
+            )
+        if message.ByteSize() > self._max_message_bytes:
+            raise PeerRefused(
+                InvalidArgument(
+                    "token_ids",
+                    f"a prompt of {wanted.num_tokens} tokens does not fit in a message of "
+                    f"{self._max_message_bytes} bytes",
+                )
             )
         grpc_call: _GrpcCall = connection.stub.Fetch(
             timeout=self._remaining_s(deadline_s), metadata=metadata_with_context(self._metadata)

@@ -139,8 +139,8 @@ class Rig:
     async def until(self, reached: Callable[[admin_pb2.WorkerStatus], bool], timeout_s: float = 5.0) -> None:
         """Until the worker's status says so."""
         async with asyncio.timeout(timeout_s):
-            while not reached(self.worker.status()):
-                await asyncio.sleep(0.002)  # noqa: ASYNC110  # the other thread's state has no event
+            while not reached(self.worker.status()):  # noqa: ASYNC110  # no event in the other thread
+                await asyncio.sleep(0.002)
 
 
 @asynccontextmanager
