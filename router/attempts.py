@@ -8,7 +8,7 @@ from typing import Protocol
 from core.clock import Clock
 from core.errors import DeadlineExceeded, FailedPrecondition, Overloaded, ServiceError, Unavailable
 from core.prefix_hash import prompt_digest
-from core.records import GREEDY_TEMPERATURE, PrefillPeer, SpeculationReport, TicketClaims, WorkerRecord
+from core.records import GREEDY_TEMPERATURE, PrefillPeer, TicketClaims, WorkerRecord
 from core.settings import RouterSettings
 from core.telemetry import trace_id_of, tracer
 from core.telemetry_names import REQUEST_ATTEMPT, ROUTE_REASON, SPAN_PLACE, WORKER_ID
@@ -29,9 +29,14 @@ from router.policy import DraftPlan
 from router.views import Placement, Prepared, ServedModel
 
 RESUME_WAIT_S = 60.0
-"""How long a begun answer waits for a worker to come (back), if its deadline allows."""
+"""How long an answer that has begun, or has lost a worker, waits for another if its deadline allows."""
 FIRST_WAIT_POLLS = 3
 """How many registry polls a request that has not begun waits for one: long enough to forget a suspicion."""
+TICKET_SLACK_S = 30.0
+"""By how much a ticket outlives the deadline, since clocks of hosts differ; the deadline travels with the call."""
+
+_OTHER_LIFE = "ticket.decode_"
+"""Fields by which a worker says that a ticket is for another worker or another life of it."""
 
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
@@ -64,12 +69,13 @@ class Services:
 class Outcome:
     """What the caller's span and the metrics say of an answer. Filled while it runs, so it holds for failures too."""
 
+    request_class: str = ""
     drafter: str = ""
     route_reason: str = ""
     attempts: int = 0
     first_token_s: float | None = None
-    last_token_s: float | None = None
-    report: SpeculationReport | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 class Attempts:
@@ -83,24 +89,32 @@ class Attempts:
         self._state = AnswerState(prepared.sampling.n, prepared.resume_token_ids, prepared.request_class)
         self._numerics_class: str | None = None
         self._drafter = ""
+        self._losses = 0
+        self._wait_until_s: float | None = None
 
     async def run(self, arrived_s: float, queue_s: float) -> None:
-        """Answers the request. Raises the ServiceError that it ends with where no attempt brings it to its end."""
+        """Answers the request. Raises the ServiceError that it ends with where no attempt brings it to its end.
+
+        At most `max_attempts` workers may be lost. A full worker is no loss: another one is asked, and an answer that
+        has begun waits for room.
+        """
         busy: frozenset[str] = frozenset()
         failure: ServiceError = Unavailable("no decode worker is ready")
-        while self._outcome.attempts < self._services.settings.max_attempts:
+        while self._losses < self._services.settings.max_attempts:
             placement = await self._place(failure, busy)
             self._outcome.attempts += 1
             finished: decode_pb2.DecodeFinished | None = None
             try:
                 finished = await self._attempt(placement)
-            except WorkerLost as error:
-                self._services.directory.suspect(placement.decode.epoch)
-                failure, finished = error, self._finished_without_worker()
-            except (Overloaded, FailedPrecondition) as error:
-                if isinstance(error, FailedPrecondition) and "epoch" not in (error.field or ""):
-                    raise
+            except Overloaded as error:
                 busy, failure = busy | {placement.decode.epoch}, error
+            except (WorkerLost, FailedPrecondition) as error:
+                if isinstance(error, FailedPrecondition) and not (error.field or "").startswith(_OTHER_LIFE):
+                    raise
+                self._services.directory.suspect(placement.decode.epoch)
+                self._losses += 1
+                self._wait_until_s = None
+                failure, finished = error, self._finished_without_worker()
             if finished is not None:
                 await self._finish(finished, arrived_s, queue_s)
                 self._remember(placement)
@@ -109,23 +123,30 @@ class Attempts:
 
     async def _place(self, failure: ServiceError, busy: frozenset[str]) -> Placement:
         """Waits, within bounds, for a worker that may take the next attempt. Raises `failure` where none comes."""
-        services, begun = self._services, self._numerics_class is not None
-        wait_s = RESUME_WAIT_S if begun else FIRST_WAIT_POLLS * services.settings.registry_poll_s
-        if isinstance(failure, Overloaded) and not begun:
-            wait_s = 0.0
-        until_s = services.clock.now_s() + wait_s
-        while True:
-            with tracer().start_as_current_span(SPAN_PLACE) as span:
-                placement = services.placer.place(self._prepared, self._numerics_class, busy, begun)
+        services, moved = self._services, self._losses > 0 or self._numerics_class is not None
+        with tracer().start_as_current_span(SPAN_PLACE, record_exception=False) as span:
+            while True:
+                placement = services.placer.place(self._prepared, self._numerics_class, busy, moved)
                 if placement is not None:
                     span.set_attribute(WORKER_ID, placement.decode.worker_id)
                     span.set_attribute(ROUTE_REASON, placement.reason)
                     span.set_attribute(REQUEST_ATTEMPT, self._outcome.attempts + 1)
                     return placement
-            remaining_s = until_s - services.clock.now_s()
-            if remaining_s <= 0 or not await services.directory.changed(remaining_s):
-                raise failure
-            busy = frozenset()
+                if not await services.directory.changed(self._patience_s(failure)):
+                    raise failure
+                busy = frozenset()
+
+    def _patience_s(self, failure: ServiceError) -> float:
+        """How long to wait on for a worker; 0: no longer. Progress renews it, see `_relay`."""
+        now_s = self._services.clock.now_s()
+        if self._wait_until_s is None:
+            wait_s = FIRST_WAIT_POLLS * self._services.settings.registry_poll_s
+            if self._numerics_class is not None or self._losses > 0:
+                wait_s = RESUME_WAIT_S
+            elif isinstance(failure, Overloaded):
+                wait_s = 0.0
+            self._wait_until_s = now_s + wait_s
+        return max(0.0, self._wait_until_s - now_s)
 
     async def _attempt(self, placement: Placement) -> decode_pb2.DecodeFinished:
         """One call to a decode worker, relayed. Returns its last message, not yet relayed."""
@@ -180,9 +201,9 @@ class Attempts:
         self._state.take(delta)
         if not delta.token_ids and not delta.text:
             return
-        now_s = self._services.clock.now_s()
-        self._outcome.first_token_s = self._outcome.first_token_s or now_s
-        self._outcome.last_token_s = now_s
+        self._wait_until_s = None
+        if self._outcome.first_token_s is None:
+            self._outcome.first_token_s = self._services.clock.now_s()
         message = inference_pb2.Delta(
             index=delta.index, text=delta.text, token_ids=delta.token_ids, logprobs=delta.logprobs
         )
@@ -200,7 +221,9 @@ class Attempts:
     async def _finish(self, finished: decode_pb2.DecodeFinished, arrived_s: float, queue_s: float) -> None:
         """Sends the last message: reports added up over attempts, times as this router saw them."""
         self._state.close(finished)
-        report = self._outcome.report = self._state.report(self._drafter)
+        report = self._state.report(self._drafter)
+        self._outcome.prompt_tokens = finished.usage.prompt_tokens
+        self._outcome.completion_tokens = finished.usage.completion_tokens
         timing = common_pb2.Timing()
         timing.CopyFrom(finished.timing)
         timing.queue_s += queue_s
@@ -241,7 +264,7 @@ class Attempts:
         remaining_s = self._remaining_s()
         lifetime_s = services.settings.ticket_lifetime_s
         if remaining_s is not None:
-            lifetime_s = min(lifetime_s, remaining_s + 1.0)
+            lifetime_s = min(lifetime_s, remaining_s + TICKET_SLACK_S)
         return TicketClaims(
             request_id=prepared.request_id,
             attempt=self._outcome.attempts,

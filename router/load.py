@@ -28,6 +28,10 @@ class LoadBook:
         """All of them; 0 when idle."""
         return self._counts.total()
 
+    def epochs(self) -> frozenset[str]:
+        """The lives of workers that have requests of this router."""
+        return frozenset(self._counts)
+
     def check(self) -> None:
         """States the invariant: no count is negative, none is kept at zero."""
         assert all(count > 0 for count in self._counts.values()), dict(self._counts)

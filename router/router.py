@@ -103,10 +103,10 @@ class Router:
             record_exception=False,
             set_status_on_exception=False,
         ) as span:
-            status, request_class = "INTERNAL", ""
+            status = "INTERNAL"
             try:
                 with self._live.running(caller, _body(request, caller)):
-                    request_class = await self._answer(request, caller, write, outcome)
+                    await self._answer(request, caller, write, outcome)
                 status = "OK"
             except ServiceError as error:
                 status = error.status
@@ -115,11 +115,11 @@ class Router:
                 status = "CANCELLED"
                 raise
             finally:
-                self._conclude(span, status, request_class, outcome)
+                self._conclude(span, status, outcome)
 
     async def _answer(
         self, request: inference_pb2.GenerateRequest, caller: Caller, write: Write, outcome: Outcome
-    ) -> str:
+    ) -> None:
         arrived_s = self._clock.now_s()
         checked = check_request(request, self._model, self.directory.offer(), self._settings)
         async with self._admission.admitted(caller.tenant, caller.deadline_s) as queue_s:
@@ -127,13 +127,13 @@ class Router:
             try:
                 async with asyncio.timeout(remaining_s):
                     prepared = await self._prepare(checked, caller)
-                    await self.calls.keep_only(self.directory.epochs())
+                    outcome.request_class = prepared.request_class
+                    await self.calls.keep_only(self.directory.epochs() | self.directory.loads.epochs())
                     await Attempts(self._services, prepared, write, outcome).run(arrived_s, queue_s)
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed") from None
         if outcome.first_token_s is not None:
             self._metrics.time_to_first_token(outcome.first_token_s - arrived_s)
-        return prepared.request_class
 
     async def _prepare(self, checked: CheckedRequest, caller: Caller) -> Prepared:
         """Tokenises, classifies, fixes the seed: all that one request is, but not where it runs."""
@@ -174,13 +174,15 @@ class Router:
             prepared.speculation, policy, frozenset(worker.drafters), worker.max_draft_length
         )
 
-    def _conclude(self, span: Span, status: str, request_class: str, outcome: Outcome) -> None:
+    def _conclude(self, span: Span, status: str, outcome: Outcome) -> None:
         span.set_attribute(names.STATUS, status)
-        span.set_attribute(names.REQUEST_CLASS, request_class)
+        span.set_attribute(names.REQUEST_CLASS, outcome.request_class)
         span.set_attribute(names.ROUTE_REASON, outcome.route_reason)
         span.set_attribute(names.DRAFTER_NAME, outcome.drafter)
         span.set_status(StatusCode.OK if status == "OK" else StatusCode.ERROR)
-        self._metrics.request_finished(status, request_class, outcome.drafter)
+        self._metrics.request_finished(status, outcome.request_class, outcome.drafter)
+        self._metrics.tokens("prompt", outcome.prompt_tokens)
+        self._metrics.tokens("completion", outcome.completion_tokens)
 
     async def reload_policies(self) -> int:
         """Reads the policy file again; a bad one raises InvalidArgument and changes nothing. Returns how many."""
