@@ -10,18 +10,20 @@ import sys
 import time
 from collections.abc import Callable
 
+# Claimed at import, before any library prints: from then on standard output is standard error.
+OUT = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
 Batch = list[list[int]]
 Generate = Callable[[Batch, int], Batch]
 
 
 def answer_lines(name: str, generate: Generate) -> None:
-    """Answers requests until standard input ends. Whatever a library prints goes to standard error."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    print(json.dumps({"ready": name}), file=out, flush=True)
+    """Answers requests until standard input ends."""
+    print(json.dumps({"ready": name}), file=OUT, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         started_s = time.perf_counter()
         answers = generate(request["prompts"], request["max_tokens"])
         seconds = time.perf_counter() - started_s
-        print(json.dumps({"seconds": seconds, "answers": answers}), file=out, flush=True)
+        print(json.dumps({"seconds": seconds, "answers": answers}), file=OUT, flush=True)
