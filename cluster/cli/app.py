@@ -1,0 +1,30 @@
+"""The `outrider` command. Nothing here or in the commands' modules loads torch or ray before it is needed."""
+
+import typer
+
+from cluster.cli.bench import bench_command
+from cluster.cli.chat import chat_command
+from cluster.cli.doctor import doctor_command
+from cluster.cli.generate import generate_command
+from cluster.cli.models import models_app
+from cluster.cli.serve import down_command, serve_command
+
+app = typer.Typer(
+    name="outrider",
+    help="Serve and ask large language models with exact speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("serve")(serve_command)
+app.command("down")(down_command)
+app.command("generate")(generate_command)
+app.command("chat")(chat_command)
+app.command("bench")(bench_command)
+app.command("doctor")(doctor_command)
+app.add_typer(models_app, name="models")
+
+
+def main() -> None:
+    """The entry point."""
+    app()
