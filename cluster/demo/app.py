@@ -89,7 +89,7 @@ class Demo:
 def run(console: Console, collector: TraceCollector, work: Path, clock: Clock) -> int:
     """Starts the deployment, asks, shows; the exit code."""
     directory = resolve_model(MODEL, cache_directory(), lambda line: console.print(line, style="dim"))
-    draft = truncate_model(directory, work / "draft", DRAFT_LAYERS)
+    draft = truncate_model(directory, DRAFT_LAYERS, work / "draft")
     settings = {
         "telemetry.otlp_endpoint": collector.endpoint,
         "decode_worker.drafters.draft_model.model": str(draft),

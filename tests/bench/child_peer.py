@@ -11,8 +11,9 @@ from tests.bench.prompts import Prompt
 class ChildPeer:
     """Starts with the constructor, which waits until the peer is ready; `close` ends it."""
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
+    def __init__(self, name: str, command: Sequence[str], largest_batch: int = 8) -> None:
         self.name = name
+        self.largest_batch = largest_batch
         self._process = subprocess.Popen(
             list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )

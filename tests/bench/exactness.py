@@ -222,7 +222,7 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 async def run_suite(options: Options, work: Path, collector: TraceCollector) -> Suite:
     """All parts, on two deployments one after the other."""
     model = model_directory()
-    draft = truncate_model(model, work / "draft", DRAFT_LAYERS)
+    draft = truncate_model(model, DRAFT_LAYERS, work / "draft")
     prompts = read_prompts(options.prompts, Tokenizer.from_directory(model), options.limit)
     console.print(f"{len(prompts)} prompts, {options.max_tokens} tokens each", highlight=False)
     suite = Suite(options, prompts, work / "script.jsonl", collector)

@@ -40,6 +40,7 @@ class Peer(Protocol):
     """Answers a batch and says how long that took."""
 
     name: str
+    largest_batch: int
 
     def measure(self, prompts: Sequence[Prompt], max_tokens: int, salt: str) -> float:
         """Seconds for the whole batch; raises where fewer tokens came back than were asked for."""
@@ -51,6 +52,7 @@ class ServedPeer:
 
     def __init__(self, cluster: LocalCluster, drafter: str) -> None:
         self.name = f"served {drafter}"
+        self.largest_batch = max(BATCHES)
         self._cluster = cluster
         self._drafter = drafter
 
@@ -121,6 +123,8 @@ def run_rounds(
     for number in range(num_rounds + 1):
         for batch in BATCHES:
             for peer in peers:
+                if batch > peer.largest_batch:
+                    continue
                 seconds = peer.measure(prompts[:batch], max_tokens, f"{number}-{batch}")
                 console.print(
                     f"  round {number} batch {batch} {peer.name}: {batch * max_tokens / seconds:.1f} tok/s"
@@ -172,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     ]
     with tempfile.TemporaryDirectory(prefix="outrider-peers-") as work:
         exported = truncate_model(
-            model, Path(work) / "exported", ModelConfig.from_directory(model).num_layers
+            model, ModelConfig.from_directory(model).num_layers, Path(work) / "exported"
         )
         rows = floor_rows(model)
         children = child_peers(model, exported, options.vllm_python)
@@ -201,7 +205,7 @@ def child_peers(model: Path, exported: Path, vllm_python: str | None) -> list[Ch
     peers = [
         engine_alone(model),
         ChildPeer("transformers", transformers),
-        ChildPeer("transformers lookup", [*transformers, "lookup"]),
+        ChildPeer("transformers lookup", [*transformers, "lookup"], largest_batch=1),
     ]
     if vllm_python is not None:
         vllm = [vllm_python, str(here / "peer_vllm.py"), str(exported)]
