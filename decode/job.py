@@ -145,6 +145,8 @@ def _check_sampling(sampling: SamplingParams, limits: JobLimits) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         _require(abs(getattr(sampling, name)) <= 1e4, f"sampling.{name}", "is out of range")
     _check_ids("sampling.logit_bias", tuple(sampling.logit_bias), limits.vocab_size)
+    biases = sampling.logit_bias.values()
+    _require(all(abs(bias) <= 1e4 for bias in biases), "sampling.logit_bias", "a bias is out of range")
     _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
     for word in sampling.bad_word_ids:
         _check_ids("sampling.bad_words", word, limits.vocab_size)

@@ -131,6 +131,10 @@ class DecodeWorker:
                     live.interrupt(Unavailable("the worker is going away"))
         return len(remaining)
 
+    async def idle(self) -> None:
+        """Waits until nothing is served."""
+        await self._idle.wait()
+
     @property
     def num_live(self) -> int:
         """Requests that are being served."""

@@ -169,12 +169,15 @@ class DecodeStand:
     async def idle(self) -> None:
         """Waits until nothing is served any more, then checks that nothing is left."""
         async with asyncio.timeout(20):
-            while self.worker.num_live or any(worker.status().leases for worker in self.prefill):
+            await self.worker.idle()
+            while any(_holds(worker) for worker in self.prefill):  # noqa: ASYNC110  # it tells only when asked
                 await asyncio.sleep(0.005)
         await self.worker.check()
         assert self.worker.gauges().used_blocks == 0
-        for worker in self.prefill:
-            assert worker.gauges().used_blocks == 0
+
+
+def _holds(worker: PrefillWorker) -> bool:
+    return bool(worker.status().leases or worker.gauges().used_blocks)
 
 
 @asynccontextmanager

@@ -1,0 +1,75 @@
+"""The tiny model and what the decode tests share."""
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from core.settings import (
+    DecodeSettings,
+    DraftersSettings,
+    DraftModelSettings,
+    NgramSettings,
+    ScriptedSettings,
+)
+from tests.support.decode_stand import DecodeStand, decode_stand
+from tests.support.tiny_model import make_tiny_model
+
+VOCAB = 300
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target: 256 bytes and 44 special tokens."""
+    return make_tiny_model(tmp_path_factory.mktemp("target"), vocab=VOCAB)
+
+
+@pytest.fixture(scope="session")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model with the same tokenizer and other weights."""
+    return make_tiny_model(tmp_path_factory.mktemp("draft"), layers=1, vocab=VOCAB, seed=5)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """What the scripted drafters read."""
+    path = tmp_path / "script.jsonl"
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def all_drafters(script: Path, tiny_model: Path) -> DecodeSettings:
+    """Every drafter; the draft model is the target itself, so that much is accepted."""
+    return DecodeSettings(
+        drafters=DraftersSettings(
+            ngram=NgramSettings(min_match=1),
+            draft_model=DraftModelSettings(model=str(tiny_model)),
+            scripted=ScriptedSettings(script=str(script)),
+        )
+    )
+
+
+@pytest.fixture
+async def stand(tiny_model: Path, script: Path, all_drafters: DecodeSettings) -> AsyncIterator[DecodeStand]:
+    """One decode worker with every drafter, one prefill worker; nothing may be left at the end."""
+    async with decode_stand(tiny_model, script, decode=all_drafters) as running:
+        yield running
+        await running.idle()
+
+
+@pytest.fixture
+async def shared(stand: DecodeStand) -> DecodeStand:
+    """The same as `stand`: a name for tests that only need a worker that is alive."""
+    return stand
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Token ids that repeat themselves now and then."""
+    generator = random.Random(f"{seed}:{length}")
+    phrase = [generator.randrange(1, 256) for _ in range(5)]
+    ids: list[int] = []
+    while len(ids) < length:
+        ids += phrase if generator.random() < 0.6 else [generator.randrange(1, 256)]
+    return ids[:length]
