@@ -49,8 +49,8 @@ def draw_draft(draws: Sequence[DraftDraw], logits: torch.Tensor) -> list[DrawnTo
     """
     rows = sampler.as_rows(logits)
     items = [_draw_item(draw, row) for row, draw in enumerate(draws)]
+    walked = [row for row, draw in enumerate(draws) if not _needs_probs(draw)]
     sampled = [row for row, draw in enumerate(draws) if _needs_probs(draw)]
-    walked = [row for row in range(len(draws)) if row not in sampled]
     drawn: dict[int, DrawnToken | None] = {}
     for row, walk in zip(walked, sampler.walk([items[row] for row in walked], rows), strict=True):
         drawn[row] = DrawnToken(walk.token_ids[0]) if walk.token_ids else None

@@ -13,14 +13,14 @@ A row of `draft_probs` that is no distribution (NaN, inf, negative, no mass) say
 was drawn: the chain is cut before it, and its position drawn from t. That looks at d only, never at the token.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from decode.draft import VerifyItem
 from decode.sampling import sampler
-from decode.sampling.arithmetic import Float64
+from decode.sampling.arithmetic import Float32, Float64
 from decode.sampling.noise import Stream, noise_key, uniform
 from decode.sampling.sampler import Walk
 from decode.sampling.step_items import DrawItem
@@ -35,7 +35,7 @@ class Decision:
 
 
 def reject_or_accept(
-    target_probs: Float64, draft_probs: Float64 | None, token_id: int, item: DrawItem
+    target_probs: Float64, draft_probs: Float32 | None, token_id: int, item: DrawItem
 ) -> Decision:
     """Decide the draft token at `item.position`. `draft_probs` None: one-hot at `token_id`."""
     draft_prob = 1.0 if draft_probs is None else float(draft_probs[token_id])
@@ -47,7 +47,7 @@ def reject_or_accept(
     return Decision(False, sampler.race(residual, key))
 
 
-def residual_weights(target_probs: Float64, draft_probs: Float64 | None, token_id: int) -> Float64:
+def residual_weights(target_probs: Float64, draft_probs: Float32 | None, token_id: int) -> Float64:
     """max(0, t - d), unnormalised; t where that has no mass."""
     if draft_probs is None:
         residual = target_probs.copy()
@@ -61,20 +61,22 @@ def verify_chain(item: VerifyItem, logits: torch.Tensor) -> Walk:
     """Verify one chain. Raises ValueError for a tree: rejection here is for chains only."""
     if not item.draft.is_chain:
         raise ValueError("rejection verification takes chains only, got a tree")
+    draft_probs = _draft_probs(item)
     drawn: list[int] = []
     num_accepted = 0
     while True:
+        depth = len(drawn)
         draw = _draw_at(item, drawn)
         target_probs = sampler.probs(draw, logits)
         if isinstance(target_probs, str):
             return Walk(tuple(range(1, num_accepted + 1)), tuple(drawn), target_probs)
-        if len(drawn) == len(item.draft.token_ids) or not _has_distribution(item, len(drawn)):
+        at_end = depth == len(item.draft.token_ids)
+        if at_end or not (draft_probs is None or _is_distribution(draft_probs[depth])):
             key = noise_key(item.seed, item.choice, draw.position, Stream.BONUS)
             drawn.append(sampler.race(target_probs, key))
             break
-        decision = reject_or_accept(
-            target_probs, _draft_probs(item, len(drawn)), item.draft.token_ids[len(drawn)], draw
-        )
+        node_probs = None if draft_probs is None else draft_probs[depth]
+        decision = reject_or_accept(target_probs, node_probs, item.draft.token_ids[depth], draw)
         drawn.append(decision.token_id)
         if not decision.accepted:
             break
@@ -83,24 +85,28 @@ def verify_chain(item: VerifyItem, logits: torch.Tensor) -> Walk:
 
 
 def _draw_at(item: VerifyItem, path: list[int]) -> DrawItem:
-    root = DrawItem(
-        item.sampling, item.seed, item.choice, item.position, item.history, item.logits_start, Stream.BONUS
-    )
-    depth = len(path)
-    return replace(
-        root, position=item.position + depth, logits_row=item.logits_start + depth, path=tuple(path)
+    """The pipeline at the chain's row behind `path`."""
+    return DrawItem(
+        sampling=item.sampling,
+        seed=item.seed,
+        choice=item.choice,
+        position=item.position + len(path),
+        history=item.history,
+        logits_row=item.logits_start + len(path),
+        stream=Stream.BONUS,
+        path=tuple(path),
     )
 
 
-def _draft_probs(item: VerifyItem, node: int) -> Float64 | None:
+def _draft_probs(item: VerifyItem) -> Float32 | None:
+    """[nodes, vocabulary]; None: one-hot."""
     if item.draft.draft_probs is None:
         return None
-    return item.draft.draft_probs[node].to(torch.float64).cpu().numpy()
+    probs: Float32 = item.draft.draft_probs.detach().to(device="cpu", dtype=torch.float32).numpy()
+    return probs
 
 
-def _has_distribution(item: VerifyItem, node: int) -> bool:
-    probs = item.draft.draft_probs
-    if probs is None:
-        return True
-    smallest, total = float(probs[node].min()), float(probs[node].sum())
+def _is_distribution(probs: Float32) -> bool:
+    """Finite, not negative, with mass; NaN fails both comparisons."""
+    smallest, total = float(probs.min()), float(probs.sum())
     return smallest >= 0.0 and 0.0 < total < float("inf")

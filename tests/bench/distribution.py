@@ -1,0 +1,95 @@
+"""Does the output follow the target's distribution? One command, with faults planted to prove that it would tell.
+
+    python -m tests.bench.distribution                                  # synthetic target and draft
+    python -m tests.bench.distribution --address HOST:PORT --model DIR  # and continuations of a served model
+
+Every claim is a chi-square test; after Holm's correction each must have p ≥ 1e-3. Each planted fault must be
+refuted with p < 1e-6. The exit status says whether all of that held.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.bench.goodness_of_fit import FitTest, holm
+from tests.bench.served_pairs import ServedPlan, served_tests
+from tests.bench.synthetic_chains import FAULTS, Scenario, judge, run
+
+SMALLEST_P = 1e-3
+FAULT_P = 1e-6
+FAULT_SCENARIO_LENGTH = 2
+
+
+def scenarios(num_chains: int) -> list[Scenario]:
+    """Each verifier over chains of one to three, and rejection of deterministic drafts."""
+    sampled = [
+        Scenario(mode, length, num_chains) for mode in ("invariant", "rejection") for length in (1, 2, 3)
+    ]
+    return [*sampled, Scenario("rejection", 2, num_chains, one_hot=True)]
+
+
+def synthetic_tests(num_chains: int, report: Callable[[str], None]) -> list[FitTest]:
+    """All claims about all scenarios."""
+    tests: list[FitTest] = []
+    for scenario in scenarios(num_chains):
+        started = time.perf_counter()
+        outcome = run(scenario)
+        judged = judge(scenario, outcome)
+        rate = outcome.accepted.mean() / scenario.draft_length
+        report(
+            f"{scenario.name}: {scenario.num_chains} chains, {rate:.3f} of drafts kept, {len(judged)} tests, "
+            f"smallest p {min(test.p_value for test in judged):.2e}, {time.perf_counter() - started:.1f} s"
+        )
+        tests += judged
+    return tests
+
+
+def fault_p_values(num_chains: int) -> dict[str, float]:
+    """Smallest Holm-corrected p of each planted fault."""
+    scenario = Scenario("rejection", FAULT_SCENARIO_LENGTH, num_chains)
+    return {fault: holm(judge(scenario, run(scenario, fault)))[0].p_value for fault in FAULTS}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where everything held."""
+    options = _options(arguments)
+    tests = synthetic_tests(options.chains, print)
+    if options.address:
+        plan = ServedPlan(
+            options.address, Path(options.model), options.pairs, options.drafter, options.concurrency
+        )
+        tests += served_tests(plan, print)
+    corrected = holm(tests)
+    print(
+        f"{len(tests)} tests, smallest p after Holm's correction {corrected[0].p_value:.2e} ({corrected[0].name})"
+    )
+    for test in corrected:
+        if test.p_value < SMALLEST_P:
+            print(f"FAILED {test.name}: p = {test.p_value:.2e} over {test.num_draws} draws")
+    faults = fault_p_values(options.fault_chains)
+    for fault, p_value in faults.items():
+        print(f"planted {fault}: p = {p_value:.2e} {'refuted' if p_value < FAULT_P else 'NOT REFUTED'}")
+    held = corrected[0].p_value >= SMALLEST_P and all(p_value < FAULT_P for p_value in faults.values())
+    print("distribution holds" if held else "distribution DOES NOT hold")
+    return 0 if held else 1
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.distribution", description=__doc__)
+    parser.add_argument("--chains", type=int, default=100_000, help="chains of each scenario")
+    parser.add_argument("--fault-chains", type=int, default=40_000, help="chains of each planted fault")
+    parser.add_argument("--address", help="HOST:PORT of a running router; adds the served part")
+    parser.add_argument("--model", help="directory of the served model; needed with --address")
+    parser.add_argument("--pairs", type=int, default=5_000, help="continuations of each served arm")
+    parser.add_argument("--drafter", default="ngram", help="drafter of the served part")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests at a time")
+    options = parser.parse_args(arguments)
+    if options.address and not options.model:
+        parser.error("--address needs --model")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
