@@ -48,7 +48,8 @@ class TokenisingPool:
         return tuple(self._tokenizer.eos_token_ids)
 
     async def prompt_ids(self, prompt: PromptInput) -> tuple[int, ...]:
-        """The prompt's ids; the chat template is applied to a chat and to nothing else.
+        """The prompt's ids. A chat goes through the chat template, which writes the model's special tokens itself; to a
+        text the tokenizer adds those that the model expects around any text (a begin-of-sequence token, for some).
 
         Raises InvalidArgument naming `text` or `chat`.
         """
@@ -60,7 +61,7 @@ class TokenisingPool:
                 await self._run(lambda: self._tokenizer.encode(self._tokenizer.apply_chat_template(turns)))
             )
         text = prompt.text or ""
-        return tuple(await self._run(lambda: self._tokenizer.encode(text)))
+        return tuple(await self._run(lambda: self._tokenizer.encode(text, add_special=True)))
 
     async def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word's ids as written and behind a space, since a tokenizer tells the two apart; no id list twice."""

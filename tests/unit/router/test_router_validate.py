@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.errors import InvalidArgument
 from core.settings import RouterSettings
@@ -208,3 +211,52 @@ def test_a_prompt_that_cannot_be_held_is_refused_with_its_size(tokens: int, pool
 
 def test_a_prompt_as_large_as_the_pool_passes() -> None:
     assert fit_context(check(Request(text="x")), 32, MODEL, 32) == 32
+
+
+numbers = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from([0.0, 0.5, 1.0])
+integers = st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 120)
+any_sampling = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(
+            ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+            numbers,
+        ),
+        **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n", "logprobs"), integers),
+        "seed": st.integers(0, 2**64 - 1),
+        "stop": st.lists(st.text(max_size=4), max_size=3),
+        "bad_words": st.lists(st.text(max_size=4), max_size=3),
+        "stop_token_ids": st.lists(integers, max_size=3),
+        "logit_bias": st.dictionaries(integers, st.floats(width=32), max_size=3),
+    },
+)
+any_speculation = st.fixed_dictionaries(
+    {},
+    optional={
+        "drafter": st.sampled_from(["auto", "none", "ngram", "", "x"]),
+        "draft_length": integers,
+        "draft_width": integers,
+        "verification": st.integers(0, 4),
+        "allow_approximate": st.booleans(),
+    },
+)
+
+
+@given(any_sampling, any_speculation, st.lists(integers, max_size=4))
+def test_whatever_comes_is_refused_by_name_or_safe_for_a_worker(
+    sampling_fields: dict[str, Any], speculation_fields: dict[str, Any], ids: list[int]
+) -> None:
+    request = Request(token_ids=common_pb2.TokenIds(ids=ids))
+    request.sampling.CopyFrom(common_pb2.SamplingParams(**sampling_fields))
+    request.speculation.CopyFrom(common_pb2.SpeculationParams(**speculation_fields))
+    try:
+        checked = check(request)
+    except InvalidArgument as error:
+        assert error.field
+        return
+    safe = checked.sampling
+    assert 0 < safe.top_p <= 1
+    assert 0 <= safe.temperature < math.inf
+    assert 0 <= safe.min_tokens <= safe.max_tokens <= SETTINGS.max_tokens_limit
+    assert all(0 <= token < MODEL.vocab_size for token in (*ids, *safe.stop_token_ids, *safe.logit_bias))
+    assert checked.speculation.draft_length is None or 0 <= checked.speculation.draft_length <= 16
