@@ -28,3 +28,7 @@ app.add_typer(models_app, name="models")
 def main() -> None:
     """The entry point."""
     app()
+
+
+if __name__ == "__main__":
+    main()
