@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import grpc.aio
 from torch import Tensor
 
+from core.clock import Clock, SystemClock
 from core.grpc_options import channel_options
 from core.grpc_server import make_server
 from core.identity import WorkerIdentity, new_epoch
@@ -39,11 +40,14 @@ class TableSink:
         self.table = table
         self.num_writes = 0
         self.before_reserve: Callable[[], asyncio.Future[None] | None] = lambda: None
+        self.refusal: Exception | None = None
 
     async def reserve(self, num_tokens: int) -> None:
         waiting = self.before_reserve()
         if waiting is not None:
             await waiting
+        if self.refusal is not None:
+            raise self.refusal
         self.kv.reserve(self.table, num_tokens)
 
     def write(
@@ -65,6 +69,7 @@ class Rig:
     client: HandoffClient
     receiver: KvCache
     ours: common_pb2.PeerInfo
+    clock: Clock
     num_requests: int = 0
 
     def claims(self, token_ids: Sequence[int], **changes: object) -> TicketClaims:
@@ -151,11 +156,12 @@ async def handoff_rig(
     handoff: HandoffSettings = HANDOFF,
     prefill: PrefillSettings | None = None,
     client_handoff: HandoffSettings | None = None,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Rig]:
     """Starts both ends and stops them."""
     identity = WorkerIdentity("prefill-0", "prefill", new_epoch())
     settings = prefill or PrefillSettings(chunk_tokens=16)
-    worker = PrefillWorker(engine, settings, handoff, identity, KEYS)
+    worker = PrefillWorker(engine, settings, handoff, identity, KEYS, clock=clock)
     rpc = make_server(GRPC)
     add_prefill_services(rpc.server, worker)
     await worker.start()
@@ -165,7 +171,7 @@ async def handoff_rig(
     client = HandoffClient(ours, receiver.layout, engine.config.vocab_size, client_handoff or handoff, GRPC)
     peer = PrefillPeer(identity.worker_id, identity.epoch, address)
     try:
-        yield Rig(engine, worker, peer, client, receiver, ours)
+        yield Rig(engine, worker, peer, client, receiver, ours, SystemClock())
     finally:
         await client.close()
         await rpc.stop(0.0)
