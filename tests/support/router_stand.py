@@ -1,6 +1,6 @@
 """A router on a real socket in front of scripted decode workers, and a client channel to it."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -137,7 +137,7 @@ def request(
     return message
 
 
-async def collect(call: "grpc.aio.UnaryStreamCall[object, inference_pb2.GenerateResponse]") -> Reply:
+async def collect(call: AsyncIterable[inference_pb2.GenerateResponse]) -> Reply:
     """Reads a call to its end, checking the order of its messages."""
     started: inference_pb2.Started | None = None
     finished: inference_pb2.Finished | None = None
