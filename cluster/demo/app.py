@@ -52,6 +52,7 @@ class Demo:
             temperature=prompt.temperature,
             seed=prompt.seed,
             drafter=drafter,
+            draft_length=DRAFTERS[drafter],
             cache_salt=drafter,
         )
         first_s: float | None = None
@@ -79,9 +80,7 @@ class Demo:
             plain, plain_rate = (results[0], shown[0].tokens_per_s) if shown else (result, rate)
             same = (result.token_ids, result.text) == (plain.token_ids, plain.text)
             ratio = rate / plain_rate if plain_rate else 0.0
-            shown.append(
-                Shown(prompt.title, drafter, result.speculation, len(result.token_ids), rate, ratio, same)
-            )
+            shown.append(Shown(prompt.title, drafter, result.speculation, rate, ratio, same))
         self._console.print("\n")
         return shown, results
 
@@ -102,7 +101,7 @@ def run(console: Console, collector: TraceCollector, work: Path, clock: Clock) -
         with Client(cluster.address, timeout_s=120.0) as client:
             demo = Demo(client, console, clock)
             asked = [demo.ask_with_every_drafter(prompt) for prompt in PROMPTS]
-        trace_id = asked[0][1][DRAFTERS.index("ngram")].trace_id
+        trace_id = asked[0][1][list(DRAFTERS).index("ngram")].trace_id
         spans = collector.wait(trace_id, _complete, TRACE_TIMEOUT_S)
     finally:
         with console.status("draining and stopping"):

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-DRAFTERS = ("none", "ngram", "draft_model", "auto")
+DRAFTERS: dict[str, int | None] = {"none": None, "ngram": 8, "draft_model": 2, "auto": None}
+"""Each with the draft length asked for; with None the worker's controller moves it, as measured speed tells."""
 MAX_TOKENS = 48
 
 

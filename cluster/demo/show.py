@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -38,22 +39,23 @@ class Shown:
     title: str
     asked_drafter: str
     speculation: Speculation
-    tokens: int
     tokens_per_s: float
     ratio: float
     identical: bool
 
 
 def print_results(console: Console, results: Sequence[Shown]) -> None:
-    """One line a request."""
-    table = Table(title="Every answer, four times", title_style="bold")
+    """One line a request: accepted of offered tokens, tokens emitted a step, speed after the first token."""
+    table = Table(
+        title="Every prompt with every drafter", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1)
+    )
     for heading in ("prompt", "drafter"):
-        table.add_column(heading)
-    for heading in ("tokens", "accepted", "rate", "tokens a step", "tok/s", "× none"):
-        table.add_column(heading, justify="right")
-    table.add_column("text")
+        table.add_column(heading, no_wrap=True)
+    for heading in ("accepted", "rate", "a step", "tok/s", "× none"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("text", no_wrap=True)
     for result in results:
-        verdict = "[green]identical[/green]" if result.identical else "[bold red]DIFFERS[/bold red]"
+        verdict = "[green]same[/green]" if result.identical else "[bold red]DIFFERS[/bold red]"
         table.add_row(*_cells(result), verdict, end_section=result.asked_drafter == "auto")
     console.print(table)
 
@@ -67,7 +69,6 @@ def _cells(result: Shown) -> tuple[str, ...]:
     return (
         escape(result.title),
         escape(drafter),
-        str(result.tokens),
         f"{report.accepted_tokens}/{offered}" if offered else "–",
         _number(report.acceptance_rate, "{:.0%}"),
         _number(report.acceptance_length, "{:.2f}"),
