@@ -50,7 +50,7 @@ def set_field(name: str, value: object) -> Callable[[common_pb2.PeerInfo], None]
 
 
 DIFFERENCES: dict[str, Callable[[common_pb2.PeerInfo], None]] = {
-    "kv_dtype": set_field("kv_dtype", "float32"),
+    "kv_dtype": set_field("kv_dtype", "float16"),
     "block_size": set_field("block_size", 32),
     "tensor_parallel": set_field("tensor_parallel", 2),
     "num_layers": set_field("num_layers", 24),
