@@ -75,15 +75,17 @@ class Admission:
         waiter = _Waiter(tenant)
         self._queues.setdefault(tenant, deque()).append(waiter)
         self._queued += 1
+        remaining_s = None if deadline_s is None else deadline_s - self._clock.now_s()
+        admitted = False
         try:
-            remaining_s = None if deadline_s is None else deadline_s - self._clock.now_s()
             async with asyncio.timeout(remaining_s):
                 await waiter.turn
-        except BaseException as error:
-            self._abandon(waiter)
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded("the deadline passed in the router's queue") from None
-            raise
+            admitted = True
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed in the router's queue") from None
+        finally:
+            if not admitted:
+                self._abandon(waiter)
 
     def _make_room(self, tenant: str) -> None:
         """With a full queue the tenant that waits most loses its newest request to one that waits less."""
