@@ -5,7 +5,7 @@ from dataclasses import replace
 import ray
 
 from cluster.processes import die_with_parent
-from cluster.specs import WorkerReady, WorkerSpec
+from cluster.specs import WorkerFailed, WorkerReady, WorkerSpec
 from cluster.worker_process import WorkerProcess
 from core.environment import remove_secrets
 
@@ -19,7 +19,7 @@ class WorkerActor:
         listen = spec.listen or f"{ray.util.get_node_ip_address()}:0"
         self._process = WorkerProcess(replace(spec, listen=listen))
 
-    def wait_ready(self, timeout_s: float) -> WorkerReady:
+    def wait_ready(self, timeout_s: float) -> WorkerReady | WorkerFailed:
         """See `WorkerProcess.wait_ready`."""
         return self._process.wait_ready(timeout_s)
 

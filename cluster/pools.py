@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors import WorkerActor
-from cluster.specs import WorkerReady, WorkerSpec
+from cluster.specs import WorkerFailed, WorkerReady, WorkerSpec
 from core.clock import Clock, SystemClock
 from core.environment import compute_thread_variables
 from core.errors import Internal, Unavailable
@@ -121,11 +121,13 @@ class Pools:
                 raise Internal(f"not ready within {timeout_s:g} s: {names}")
             placed = pending.pop(done[0])
             try:
-                on_ready(ray.get(done[0]))
-            except RayTaskError as error:
-                raise Internal(f"{placed.spec.worker_id} cannot start: {error.cause}") from error
+                answer = ray.get(done[0])
             except RayActorError:
                 pending[placed.actor.wait_ready.remote(timeout_s)] = placed
+                continue
+            if isinstance(answer, WorkerFailed):
+                raise Internal(f"{answer.worker_id} cannot start: {answer.reason}")
+            on_ready(answer)
 
     def drain(self, grace_s: float) -> int:
         """Drains the router: new requests are refused, running ones may end within `grace_s`. What is left."""
@@ -151,7 +153,7 @@ def end_deployment(timeout_s: float) -> tuple[str, ...]:
     names: list[str] = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]
     ordered = sorted(names, key=lambda name: (not name.startswith("router"), name))
     for name in ordered:
-        actor = ray.get_actor(name, namespace=NAMESPACE)
+        actor: Any = ray.get_actor(name, namespace=NAMESPACE)  # Any: see _Placed
         _answers([actor.drain.remote(timeout_s)], timeout_s + 1.0)
         _answers([actor.close.remote()], timeout_s)
         ray.kill(actor, no_restart=True)

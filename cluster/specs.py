@@ -28,6 +28,14 @@ class WorkerReady:
     metrics_address: str
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """A worker that could not start, and why; its process ends soon after."""
+
+    worker_id: str
+    reason: str
+
+
 def worker_specs(settings: ServeSettings, redis_url: str, host: str | None) -> tuple[WorkerSpec, ...]:
     """All workers of a deployment, the router last and on its own address.
 

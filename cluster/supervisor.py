@@ -7,25 +7,30 @@ stdout: one JSON event a line. It adopts orphans, so that every descendant stays
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TextIO
 
 from cluster.local import free_port
 from cluster.processes import adopt_orphans, end_descendants
+from cluster.specs import WorkerSpec, worker_specs
 from core.auth import split_address
 from core.environment import compute_thread_variables, log_directory, remove_secrets, set_variables
 from core.errors import FailedPrecondition, ServiceError
+from core.grpc_admin import AdminClient
 from core.settings import RegistrySettings, ServeSettings
 
+_LOGGER: Final = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S: Final = 2.0
+_LOOK_AGAIN_S: Final = 0.1
 _SWEEP_TIMEOUT_S: Final = 5.0
 _RAY_VARIABLES: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -62,14 +67,16 @@ def main() -> None:
     settings = ServeSettings.model_validate_json(sys.stdin.readline())
     remove_secrets()
     directory = _make_directory()
+    code = 1
     try:
         asyncio.run(_supervise(settings, directory, events))
         code = 0
     except ServiceError as error:
         events.send("failed", error.message)
-        code = 1
-    finally:
-        _end(directory)
+    except Exception as error:  # boundary: the CLI is told, and nothing stays behind
+        _LOGGER.exception("the supervisor failed")
+        events.send("failed", f"{type(error).__name__}: {error}")
+    _end(directory)
     os._exit(code)
 
 
@@ -113,7 +120,6 @@ async def _run_local(settings: ServeSettings, directory: Path, events: Events, s
     set_variables({**compute_thread_variables(settings.engine.num_threads), **_RAY_VARIABLES})
     set_variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     from cluster.pools import Pools, leave_ray, start_local_ray
-    from cluster.specs import worker_specs
 
     settings = _with_port(settings)
     events.send("progress", f"starting redis and ray (logs: {directory})")
@@ -131,6 +137,9 @@ async def _run_local(settings: ServeSettings, directory: Path, events: Events, s
         if not await _unless_stopped(waiting, stop):
             _end(directory)
             os._exit(0)
+        if not await _unless_stopped(_until_routed(settings, specs), stop):
+            _end(directory)
+            os._exit(0)
         events.send("ready", settings.listen)
         await stop.wait()
         events.send("progress", "draining")
@@ -139,6 +148,22 @@ async def _run_local(settings: ServeSettings, directory: Path, events: Events, s
             events.send("progress", f"{left} requests did not end within {settings.drain_grace_s:g} s")
         await asyncio.to_thread(pools.close, _CLOSE_TIMEOUT_S)
         await asyncio.to_thread(leave_ray)
+
+
+async def _until_routed(settings: ServeSettings, specs: Sequence[WorkerSpec]) -> None:
+    """Waits until the router is serving and knows every worker: the registry is polled, so it hears a bit later."""
+    client = AdminClient(settings.listen, settings.security.bearer_token)
+    wanted = {spec.worker_id for spec in specs}
+    async with asyncio.timeout(settings.start_timeout_s):
+        while True:
+            try:
+                known = await asyncio.to_thread(client.list_workers)
+            except ServiceError:
+                known = ()
+            everybody = {status.worker_id for status in known if status.ready} >= wanted
+            if everybody and await asyncio.to_thread(client.is_serving):
+                return
+            await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 async def _unless_stopped(waiting: Coroutine[None, None, None], stop: asyncio.Event) -> bool:
@@ -167,20 +192,21 @@ async def _control_state(url: str | None, directory: Path, registry: RegistrySet
 async def _deploy_to_cluster(settings: ServeSettings, events: Events) -> None:
     """Leaves the deployment in somebody's Ray. Redis must be reachable from every node, so its URL is needed."""
     from cluster.pools import Pools, join_ray, leave_ray, node_addresses
-    from cluster.specs import worker_specs
 
     if settings.redis_url is None or settings.ray_address is None:
         raise FailedPrecondition("redis", "--ray-address needs --redis URL, reachable from every node")
     await asyncio.to_thread(join_ray, settings.ray_address)
     host = "127.0.0.1" if len(node_addresses()) == 1 else None
     pools = Pools(settings, detached=True)
+    specs = worker_specs(settings, settings.redis_url, host)
     try:
-        await asyncio.to_thread(pools.start, worker_specs(settings, settings.redis_url, host))
+        await asyncio.to_thread(pools.start, specs)
         await asyncio.to_thread(
             pools.wait_ready,
             settings.start_timeout_s,
             lambda ready: events.send("progress", f"{ready.worker_id} ready on {ready.address}"),
         )
+        await _until_routed(settings, specs)
     except ServiceError:
         await asyncio.to_thread(pools.close, _CLOSE_TIMEOUT_S)
         raise

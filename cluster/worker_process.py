@@ -14,7 +14,7 @@ from typing import Final
 
 from cluster.heartbeat import Heartbeat
 from cluster.roles import Role, Surroundings, build_role
-from cluster.specs import WorkerReady, WorkerSpec
+from cluster.specs import WorkerFailed, WorkerReady, WorkerSpec
 from core.control_state import ControlState
 from core.grpc_server import RpcServer, make_server
 from core.identity import WorkerIdentity, new_epoch
@@ -32,7 +32,7 @@ class WorkerProcess:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self._started: Future[WorkerReady] = Future()
+        self._started: Future[WorkerReady | WorkerFailed] = Future()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._role: Role | None = None
@@ -40,8 +40,8 @@ class WorkerProcess:
         self._thread = threading.Thread(target=self._run, name=spec.worker_id, daemon=True)
         self._thread.start()
 
-    def wait_ready(self, timeout_s: float) -> WorkerReady:
-        """Waits until the worker answers. Raises TimeoutError, or what kept it from starting."""
+    def wait_ready(self, timeout_s: float) -> WorkerReady | WorkerFailed:
+        """Waits until the worker answers, or cannot. Raises TimeoutError."""
         return self._started.result(timeout_s)
 
     def drain(self, grace_s: float) -> int:
@@ -60,7 +60,9 @@ class WorkerProcess:
         except Exception as error:  # boundary: the process ends with it, and Ray starts the next one
             _LOGGER.exception("%s failed", self._spec.worker_id)
             if not self._started.done():
-                self._started.set_exception(error)
+                self._started.set_result(
+                    WorkerFailed(self._spec.worker_id, f"{type(error).__name__}: {error}")
+                )
                 threading.Event().wait(_FAILURE_LINGER_S)
             os._exit(1)
 

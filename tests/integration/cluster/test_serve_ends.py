@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,12 +13,14 @@ import pytest
 
 from cluster.local import LocalCluster, free_port
 from core.clock import SystemClock
-from outrider import Client
+from outrider import Client, OutriderError
 from tests.integration.cluster.conftest import SMALL
 
 pytestmark = pytest.mark.cluster
 
 ALL_GONE_S = 10.0
+FATE_SHARING_S = 40.0
+"""With launcher and supervisor both gone it is Ray's agents that must notice, and they look every few seconds."""
 
 
 def started(model: Path, tmp_path: Path) -> LocalCluster:
@@ -28,9 +31,9 @@ def started(model: Path, tmp_path: Path) -> LocalCluster:
     ).start()
 
 
-def survivors(processes: tuple[psutil.Process, ...]) -> list[str]:
+def survivors(processes: tuple[psutil.Process, ...], timeout_s: float = ALL_GONE_S) -> list[str]:
     """Who of `processes` still lives after the time that is allowed."""
-    _, alive = psutil.wait_procs(processes, timeout=ALL_GONE_S)
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [f"{process.pid} {' '.join(process.cmdline())[:120]}" for process in alive]
 
 
@@ -47,9 +50,10 @@ def test_sigterm_lets_a_running_answer_end_and_leaves_nothing(tiny_model: Path, 
     assert len(family) > 6
     with Client(cluster.address) as client:
         stream = client.stream("a b c d e f", max_tokens=400, temperature=0, ignore_eos=True)
-        received = [next(iter(stream))]
+        deltas = iter(stream)
+        next(deltas)
         cluster.signal(signal.SIGTERM)
-        received += list(stream)
+        assert sum(1 for _ in deltas) > 1, "the answer went on after the signal"
     assert len(stream.result.token_ids) == 400
     assert cluster.wait_exit() == 0
     assert survivors(family) == []
@@ -62,11 +66,9 @@ def test_a_second_sigterm_ends_it_at_once(tiny_model: Path, tmp_path: Path) -> N
     ended = threading.Event()
 
     def read() -> None:
-        try:
-            with Client(cluster.address) as client:
-                list(client.stream("a b c d", max_tokens=1800, temperature=0, ignore_eos=True))
-        finally:
-            ended.set()
+        with Client(cluster.address) as client, suppress(OutriderError):
+            list(client.stream("a b c d", max_tokens=1800, temperature=0, ignore_eos=True))
+        ended.set()
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -97,7 +99,7 @@ def test_kill_9_of_launcher_and_supervisor_together_leaves_nothing(tiny_model: P
     os.kill(supervisor.pid, signal.SIGKILL)
     os.kill(cluster.process_id, signal.SIGKILL)
     cluster.wait_exit()
-    assert survivors(family) == []
+    assert survivors(family, FATE_SHARING_S) == []
 
 
 def test_kill_9_of_the_supervisor_ends_the_launcher_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
