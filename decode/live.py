@@ -73,6 +73,15 @@ class LiveRequest:
         """What the end of the scope means."""
         return self._interruption or DeadlineExceeded("the deadline passed")
 
+    def account(self) -> None:
+        """Count, once, what the attempt used."""
+        usage, handoff = self.usage(), self.handoff
+        self.metrics.tokens("prompt", usage.prompt_tokens)
+        self.metrics.tokens("cached", usage.cached_prompt_tokens)
+        self.metrics.tokens("completion", self.emitted_tokens)
+        if handoff.admitted_s:
+            self.metrics.handoff(handoff.outcome, handoff.transport, handoff.num_bytes)
+
     def close(self) -> None:
         """Stop the timer."""
         if self._slow_timer is not None:

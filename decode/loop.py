@@ -18,7 +18,7 @@ from decode.drafting import Drafting
 from decode.lifecycle import Lifecycle
 from decode.room import Room
 from decode.step import Stepper
-from engine.engine import Engine
+from decode.target import Target
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class DecodeLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        target: Target,
         settings: DecodeSettings,
         drafting: Drafting,
         clock: Clock,
@@ -36,14 +36,15 @@ class DecodeLoop:
         deliver: Callable[[list[Event]], None],
         prefix_key: Callable[[Request], bytes],
     ) -> None:
-        self._kv = engine.kv
+        self._target = target
+        self._kv = target.kv
         self._drafting = drafting
         self._deliver = deliver
         self._events: list[Event] = []
-        self._room = Room(engine.kv, settings.max_running, prefix_key)
-        self._lifecycle = Lifecycle(engine.kv, self._room, drafting, metrics, self._emit)
+        self._room = Room(target.kv, settings.max_running, prefix_key)
+        self._lifecycle = Lifecycle(target.kv, self._room, drafting, metrics, self._emit)
         self._roster = self._lifecycle.roster
-        self._stepper = Stepper(engine, self._lifecycle, drafting, settings.step_tokens, clock, metrics)
+        self._stepper = Stepper(target, self._lifecycle, drafting, settings.step_tokens, clock, metrics)
         self.num_failed_steps = 0
 
     def enqueue(self, request: Request) -> None:
@@ -82,6 +83,7 @@ class DecodeLoop:
 
     def begin(self, request: Request, logits: Tensor) -> None:
         """The hand-off is complete: its planes are in the reserved slots, `logits` [vocabulary] came with it."""
+        self._target.mask_padding(logits)
         self._lifecycle.begin(request, logits)
 
     def drop(self, request: Request) -> None:

@@ -13,8 +13,8 @@ from decode.drafters.protocol import Observation
 from decode.drafting import Drafting, cut_draft
 from decode.lifecycle import Lifecycle
 from decode.scheduler import ChoiceView, PlannedChoice, PrefillView, StepPlan, plan_step
+from decode.target import Target
 from decode.verification.verify import verify
-from engine.engine import Engine
 from engine.kv_cache import OutOfBlocks
 from engine.step_batch import SequenceStep, StepResult
 
@@ -37,15 +37,15 @@ class Stepper:
 
     def __init__(
         self,
-        engine: Engine,
+        target: Target,
         lifecycle: Lifecycle,
         drafting: Drafting,
         step_tokens: int,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        self._engine = engine
-        self._kv = engine.kv
+        self._target = target
+        self._kv = target.kv
         self._lifecycle = lifecycle
         self._roster = lifecycle.roster
         self._drafting = drafting
@@ -77,7 +77,7 @@ class Stepper:
         sequences = [_sequence_of(item) for item in stepping]
         sequences += [_prefill_sequence(item, rows) for item, rows in prefills]
         started_s = self._clock.now_s()
-        result = self._engine.step(sequences)
+        result = self._target.step(sequences)
         items = [
             _verify_item(item, start) for item, start in zip(stepping, result.logits_start, strict=False)
         ]

@@ -25,6 +25,7 @@ from decode.live import LiveRequest
 from decode.loop import DecodeLoop
 from decode.outbox import Delta
 from decode.pace import Pace
+from decode.target import Target
 from decode.warm_up import warm_up
 from engine.engine import Engine
 from engine.peer_info import describe_peer
@@ -67,16 +68,22 @@ class DecodeWorker:
         self.peer = describe_peer(identity, engine.kv.layout, engine.numerics)
         self._pace = Pace(settings.step_tokens)
         drafting = Drafting(self.drafters, self._pace, self.metrics, self.clock, settings.max_tree_nodes)
-        self._loop = DecodeLoop(
-            engine, settings, drafting, self.clock, self.metrics, self._deliver, self._prefix_key
-        )
-        self._thread = EngineThread(self._loop.turn, self.clock)
         self.limits = JobLimits(
             vocab_size=min(tokenizer.vocab_size, engine.config.vocab_size),
             max_context=engine.max_context,
             pool_tokens=engine.kv.stats().total * engine.kv.layout.block_size,
             max_running=settings.max_running,
         )
+        self._loop = DecodeLoop(
+            Target(engine, self.limits.vocab_size),
+            settings,
+            drafting,
+            self.clock,
+            self.metrics,
+            self._deliver,
+            self._prefix_key,
+        )
+        self._thread = EngineThread(self._loop.turn, self.clock)
         self._factory = RequestFactory(self.drafters, settings, tokenizer, engine.kv, self.limits)
         self._client = HandoffClient(
             self.peer,
@@ -212,6 +219,7 @@ class DecodeWorker:
             error = live.timeout_error()
         finally:
             live.close()
+            live.account()
             await asyncio.shield(asyncio.ensure_future(self._release(live)))
         if error is not None:
             raise error

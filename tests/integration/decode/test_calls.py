@@ -24,7 +24,7 @@ from tests.support.decode_stand import DecodeStand
 SAMPLED = SamplingParams(temperature=12.0, max_tokens=24, seed=7)
 RIGHT = SpeculationParams(drafter="scripted-right", draft_length=7)
 
-BAD = {
+BAD: dict[str, list[dict[str, object]]] = {
     "token_ids": [{"prompt": []}, {"prompt": [-1]}, {"prompt": [VOCAB]}, {"prompt": [2**31 - 1]}],
     "sampling.max_tokens": [{"max_tokens": 0}, {"max_tokens": -1}],
     "sampling.min_tokens": [{"min_tokens": 25}, {"min_tokens": -1}],
@@ -211,7 +211,7 @@ async def test_a_ticket_binds_worker_epoch_and_prompt(stand: DecodeStand) -> Non
     assert isinstance((await stand.answer(forged)).error, PermissionDenied)
     for name, value in (("worker_id", "decode-9"), ("epoch", "0" * 32)):
         real = stand.worker.identity
-        stand.worker.identity = replace(real, **{name: value})
+        stand.worker.identity = replace(real, **{name: value})  # type: ignore[arg-type]
         request = stand.request([1, 2, 3], SAMPLED)
         stand.worker.identity = real
         error = (await stand.answer(request)).error

@@ -1,7 +1,7 @@
 """Cutting drafts to what has room."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.draft import Draft
@@ -15,6 +15,7 @@ def drafts(draw: st.DrawFn) -> Draft:
     return Draft(tuple(range(100, 100 + size)), parents, torch.arange(float(size))[:, None])
 
 
+@settings(deadline=None)
 @given(drafts(), st.integers(0, 6), st.integers(0, 12))
 def test_a_cut_draft_keeps_paths_and_probabilities_of_the_nodes_that_stay(
     draft: Draft, depth: int, max_nodes: int
@@ -27,6 +28,7 @@ def test_a_cut_draft_keeps_paths_and_probabilities_of_the_nodes_that_stay(
         assert cut.draft_probs[:, 0].tolist() == [float(token_id - 100) for token_id in cut.token_ids]
 
 
+@settings(deadline=None)
 @given(drafts())
 def test_a_leading_chain_is_a_chain_and_a_beginning(draft: Draft) -> None:
     chain = leading_chain(draft)

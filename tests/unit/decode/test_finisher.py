@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.records import FinishReason, SamplingParams
@@ -128,6 +128,7 @@ def test_incomplete_characters_are_held_and_flushed_once() -> None:
     assert run(finisher(limit=5, detokenizer=HalfText(), stop=("zz",)), [b"abc", b"de"])[1] == "abcde\ufffd"
 
 
+@settings(deadline=None)
 @given(
     text=st.text(alphabet="abc", max_size=30),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
@@ -145,11 +146,13 @@ def test_grouping_into_bursts_changes_nothing(
         grouped.append(ids[position : position + size])
         position += size
     grouped.append(ids[position:])
-    sampling = {"stop": tuple(stops), "min_tokens": min(min_tokens, limit)}
-    one_by_one = run(finisher(limit, **sampling), [bytes([byte]) for byte in ids])
-    assert run(finisher(limit, **sampling), [burst for burst in grouped if burst]) == one_by_one
+    at_least = min(min_tokens, limit)
+    one_by_one = run(finisher(limit, stop=tuple(stops), min_tokens=at_least), [bytes([byte]) for byte in ids])
+    bursts = [burst for burst in grouped if burst]
+    assert run(finisher(limit, stop=tuple(stops), min_tokens=at_least), bursts) == one_by_one
 
 
+@settings(deadline=None)
 @given(
     text=st.text(alphabet="ab", max_size=20),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1),

@@ -6,6 +6,7 @@ from decode.scheduler import (
     MAX_OVERTAKEN,
     ChoiceView,
     PrefillView,
+    StepPlan,
     VictimView,
     WaitingView,
     admit,
@@ -14,12 +15,9 @@ from decode.scheduler import (
 )
 
 
-def rows(plan: object) -> int:
-    return (
-        sum(1 + choice.max_nodes for choice in plan.choices)  # type: ignore[attr-defined]
-        + sum(prefill.rows for prefill in plan.prefills)  # type: ignore[attr-defined]
-        + plan.drafter_rows  # type: ignore[attr-defined]
-    )
+def rows(plan: StepPlan) -> int:
+    nodes = sum(1 + choice.max_nodes for choice in plan.choices)
+    return nodes + sum(prefill.rows for prefill in plan.prefills) + plan.drafter_rows
 
 
 def test_every_choice_gets_its_draft_where_there_is_room() -> None:

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(model: Path, draft: Path | None = None, **settings: object) -> DraftModelDrafter:
     target = Engine.load(model, ENGINE)
-    chosen = DraftModelSettings(model=str(draft or model), **settings)  # type: ignore[arg-type]
+    chosen = DraftModelSettings(model=str(draft or model), **settings)
     return DraftModelDrafter.load(chosen, target, Tokenizer.from_directory(model))
 
 

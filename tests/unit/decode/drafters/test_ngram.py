@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.records import SamplingParams
@@ -100,6 +100,7 @@ def test_finishing_forgets_and_check_sees_what_was_forgotten() -> None:
     drafter.check()
 
 
+@settings(deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 3), max_size=30),
     bursts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=10),

@@ -33,7 +33,7 @@ def write(path: Path, answer: list[int]) -> None:
 
 def make(kind: type[ScriptedDrafter], path: Path) -> ScriptedDrafter:
     settings = ScriptedSettings(script=str(path))
-    return kind(settings, Script(path), VOCAB)  # type: ignore[arg-type,call-arg]
+    return kind(settings, Script(path), VOCAB)  # type: ignore[call-arg]
 
 
 def request_of(output: list[int], seed: int = 3, width: int = 3) -> DraftRequest:
