@@ -95,6 +95,23 @@ class SequenceLives(RuleBasedStateMachine):
         self.live.append(copy)
         return copy
 
+    @rule(sequence=sequences, kept=st.integers(1, 14))
+    def roll_back(self, sequence: Sequence, kept: int) -> None:
+        kept = min(kept, len(sequence.token_ids))
+        del sequence.token_ids[kept:]
+        self.kv.commit(sequence.table, kept)
+
+    @rule(target=sequences, sequence=consumes(sequences), num_rows=st.integers(1, 6))
+    def abort_in_mid_step(self, sequence: Sequence, num_rows: int) -> object:
+        start = len(sequence.token_ids)
+        try:
+            self.kv.reserve(sequence.table, start + num_rows)
+        except OutOfBlocks:
+            pass
+        else:
+            write_tokens(self.kv, sequence.table, start, torch.full((num_rows,), GARBAGE))
+        return self.finish(sequence, published=False)
+
     @rule(sequence=sequences)
     def publish(self, sequence: Sequence) -> None:
         self.kv.publish(sequence.table, prefix_hashes(sequence.token_ids))
@@ -151,4 +168,4 @@ class SequenceLives(RuleBasedStateMachine):
 
 
 TestSequenceLives = SequenceLives.TestCase
-TestSequenceLives.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestSequenceLives.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
