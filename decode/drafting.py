@@ -40,6 +40,7 @@ class Drafting:
         self._metrics = metrics
         self._clock = clock
         self._max_nodes = max_nodes
+        self._choices: dict[int, Choice] = {}
         self.pending = False
         """Whether a drafter may have prompt work of its own left."""
 
@@ -54,14 +55,14 @@ class Drafting:
         call = choice.drafter.rebuild if again else choice.drafter.start
         choice.drafting = True
         self.pending = True
+        self._choices[choice.key] = choice
         self._pace.join(choice)
         self._guard([choice], lambda: call(choice.draft_request))
 
     def finish(self, choice: Choice) -> None:
         """A choice leaves the batch, in any way."""
         if choice.drafting:
-            choice.drafting = False
-            self._pace.leave(choice)
+            self._forget(choice)
             self._guard([choice], lambda: choice.drafter.finish(choice.draft_request))
 
     def room_for(self, choice: Choice) -> tuple[int, int]:
@@ -82,13 +83,10 @@ class Drafting:
     def prefill(self, max_rows: int) -> int:
         """Drafters' own prompt work; the rows that it took."""
         rows = 0
-        for drafter in self._drafters.values():
-            try:
-                rows += drafter.prefill(max_rows - rows)
-            except (
-                Exception
-            ):  # boundary: drafters are guests; its choices go on and fall back when asked next
-                _LOG.exception("drafter %s failed in its prefill", drafter.name)
+        for drafter in {id(choice.drafter): choice.drafter for choice in self._choices.values()}.values():
+            choices = [choice for choice in self._choices.values() if choice.drafter is drafter]
+            left = max_rows - rows
+            rows += self._guard(choices, lambda: drafter.prefill(left)) or 0  # noqa: B023 (called at once)
         self.pending = rows > 0
         return rows
 
@@ -149,10 +147,14 @@ class Drafting:
         for choice in choices:
             self._note(choice, FALLBACK_ERROR)
             if choice.drafting:
-                choice.drafting = False
-                self._pace.leave(choice)
+                self._forget(choice)
                 _finish_quietly(choice)
         return None
+
+    def _forget(self, choice: Choice) -> None:
+        choice.drafting = False
+        self._choices.pop(choice.key, None)
+        self._pace.leave(choice)
 
     def _note(self, choice: Choice, reason: str) -> None:
         if choice.request.tally.fall_back(reason):

@@ -2,7 +2,8 @@
 
 Between steps the cache of a request that drafts holds all its tokens but the last two: whatever was accepted,
 the next proposal begins with one forward over those two, so rows are equal from step to step and the cache never
-falls behind. A request that lags further (its prompt, steps at K = 0) catches up in `prefill`, inside the step budget.
+falls behind. Steps at K = 0 cost nothing here: a few tokens of lag are made up in the next proposal's first
+forward, more (a prompt, a long time at K = 0) in `prefill`, inside the step budget.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,10 @@ from engine.kv_cache import OutOfBlocks
 from engine.step_batch import SequenceStep
 
 LAG = 2
-"""Tokens that the cache is behind the sequence when a proposal begins."""
+"""Tokens that the cache is behind the sequence after a step that drafted."""
+
+CATCH_UP_ROWS = 16
+"""Further tokens that a proposal's first forward may make up: about what one row costs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,8 +102,9 @@ class DraftModelDrafter:
         states: list[_State] = []
         rows_done = 0
         for state in self._states.values():
-            rows = min(_lag(state) - LAG, max_rows - rows_done)
-            if rows <= 0:
+            lag = _lag(state) - LAG
+            rows = min(lag, max_rows - rows_done)
+            if lag <= CATCH_UP_ROWS or rows <= 0:
                 continue
             start = state.table.num_tokens
             if not self._reserved(state, start + rows):
@@ -159,7 +164,7 @@ class DraftModelDrafter:
         state = self._states[budget.request.key]
         depth = min(budget.draft_length, budget.max_nodes)
         lag = _lag(state)
-        if depth < 1 or lag > LAG or lag < 1:
+        if depth < 1 or not 1 <= lag <= LAG + CATCH_UP_ROWS:
             return None
         if not self._reserved(state, len(budget.request.history.token_ids) + depth - 1):
             return None

@@ -41,6 +41,10 @@ class _Broken(NoneDrafter):
     def start(self, request: DraftRequest) -> None:
         self._maybe("start")
 
+    def prefill(self, max_rows: int) -> int:
+        self._maybe("prefill")
+        return 0
+
     def propose(self, budgets: Sequence[DraftBudget]) -> Sequence[Draft]:
         self._maybe("propose")
         return [Draft((1, 2), (0, 1)) for _ in budgets]
@@ -52,7 +56,7 @@ class _Broken(NoneDrafter):
         self._maybe("finish")
 
 
-@pytest.mark.parametrize("where", ["start", "propose", "observe", "finish"])
+@pytest.mark.parametrize("where", ["start", "prefill", "propose", "observe", "finish"])
 async def test_a_drafter_that_raises_is_taken_off_its_requests_only(stand: DecodeStand, where: str) -> None:
     broken = _Broken(where)
     stand.worker.drafters["broken"] = broken

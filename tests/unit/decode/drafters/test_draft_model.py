@@ -14,7 +14,7 @@ from core.records import SamplingParams
 from core.settings import DraftModelSettings, EngineSettings
 from core.tokenizer import Tokenizer
 from decode.draft import Draft
-from decode.drafters.draft_model import LAG, DraftModelDrafter
+from decode.drafters.draft_model import CATCH_UP_ROWS, LAG, DraftModelDrafter
 from decode.drafters.protocol import DraftBudget, DraftRequest, Observation
 from decode.sampling.history import TokenHistory
 from engine.engine import Engine
@@ -110,17 +110,29 @@ def test_requests_of_one_batch_equal_themselves_alone(model: Path) -> None:
         )
 
 
-def test_it_catches_up_after_steps_without_a_draft_and_keeps_to_the_rows_given(model: Path) -> None:
+@pytest.mark.parametrize("steps_without", [1, 5, 16, 17, 40])
+def test_it_catches_up_after_steps_without_a_draft_and_keeps_to_the_rows_given(
+    model: Path, steps_without: int
+) -> None:
     drafter = load(model)
-    request = request_of(range(1, 60))
+    request = request_of(range(1, 60), temperature=12.0)
     drafter.start(request)
     assert drafter.propose([DraftBudget(request, 4, 4)])[0].token_ids == ()
     assert drafter.prefill(10) == 10
     prefill_all(drafter)
-    for _ in range(5):
+    settle(drafter, request, drafter.propose([DraftBudget(request, 4, 4)])[0], 1)
+    for _ in range(steps_without):
         settle(drafter, request, Draft(), 0)
-    assert drafter.prefill(100) == 5
-    assert len(drafter.propose([DraftBudget(request, 4, 4)])[0].token_ids) == 4
+    assert drafter.prefill(8) == (0 if steps_without <= CATCH_UP_ROWS else 8)
+    prefill_all(drafter)
+    draft = drafter.propose([DraftBudget(request, 4, 4)])[0]
+    fresh = request_of(request.history.token_ids, temperature=12.0)
+    drafter.rebuild(fresh)
+    prefill_all(drafter)
+    assert draft.token_ids == drafter.propose([DraftBudget(fresh, 4, 4)])[0].token_ids
+    assert len(draft.token_ids) == 4
+    settle(drafter, request, draft, 2)
+    assert drafter.cached_tokens(request) == len(request.history.token_ids) - LAG
 
 
 def test_without_blocks_it_proposes_nothing_and_others_go_on(model: Path) -> None:
