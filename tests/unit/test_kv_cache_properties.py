@@ -6,15 +6,24 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from engine.block_table import BlockTable
 from engine.kv_cache import KvCache, KvLayout, OutOfBlocks, PlaneKind
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 10
+NUM_BLOCKS = 8
 LAYOUT = KvLayout(2, 2, 2, 3, (1,), BLOCK_SIZE, torch.float32)
 GARBAGE = -7.0
+TEXTS = ([0] * 16, [0] * 6 + [1] * 10, [1] * 16)
 
 
 @dataclass(eq=False)
@@ -70,16 +79,16 @@ class SequenceLives(RuleBasedStateMachine):
         self.kv = KvCache(LAYOUT, NUM_BLOCKS)
         self.live: list[Sequence] = []
 
-    @rule(target=sequences, token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14))
-    def start(self, token_ids: list[int]) -> Sequence:
-        hashes = prefix_hashes(token_ids)
-        held = self.kv.match(hashes)
-        table = self.kv.open(hashes, max_tokens=len(token_ids) - 1)
-        assert table.num_tokens == min(held * BLOCK_SIZE, len(token_ids) - 1)
-        sequence = Sequence(table, token_ids[: table.num_tokens])
-        self.live.append(sequence)
-        self._extend(sequence, token_ids[table.num_tokens :], ())
+    @rule(target=sequences, text=st.sampled_from(TEXTS), num_tokens=st.integers(1, 16))
+    def start(self, text: list[int], num_tokens: int) -> Sequence:
+        sequence, missing = self._open(text[:num_tokens])
+        self._extend(sequence, missing, ())
         return sequence
+
+    @rule(text=st.sampled_from(TEXTS), num_tokens=st.integers(1, 4).map(lambda blocks: blocks * BLOCK_SIZE))
+    def start_and_abort_in_the_first_step(self, text: list[int], num_tokens: int) -> None:
+        sequence, missing = self._open(text[:num_tokens])
+        self._abort(sequence, len(missing))
 
     @rule(
         sequence=sequences,
@@ -101,30 +110,20 @@ class SequenceLives(RuleBasedStateMachine):
         del sequence.token_ids[kept:]
         self.kv.commit(sequence.table, kept)
 
-    @rule(target=sequences, sequence=consumes(sequences), num_rows=st.integers(1, 6))
-    def abort_in_mid_step(self, sequence: Sequence, num_rows: int) -> object:
-        start = len(sequence.token_ids)
-        try:
-            self.kv.reserve(sequence.table, start + num_rows)
-        except OutOfBlocks:
-            pass
-        else:
-            write_tokens(self.kv, sequence.table, start, torch.full((num_rows,), GARBAGE))
-        return self.finish(sequence, published=False)
+    @rule(sequence=consumes(sequences), num_rows=st.integers(1, 6))
+    def abort_in_mid_step(self, sequence: Sequence, num_rows: int) -> None:
+        self._abort(sequence, num_rows)
 
     @rule(sequence=sequences)
     def publish(self, sequence: Sequence) -> None:
         self.kv.publish(sequence.table, prefix_hashes(sequence.token_ids))
 
-    @rule(target=sequences, sequence=consumes(sequences), published=st.booleans())
-    def finish(self, sequence: Sequence, published: bool) -> object:
-        if published:
-            self.publish(sequence)
-        self.live.remove(sequence)
-        self.kv.close(sequence.table)
-        self.kv.close(sequence.table)
-        return multiple()
+    @rule(sequence=consumes(sequences))
+    def finish(self, sequence: Sequence) -> None:
+        self.publish(sequence)
+        self._close(sequence)
 
+    @precondition(lambda self: self.kv.stats().cached > 6)
     @rule()
     def forget_cached(self) -> None:
         self.kv.drop_cached()
@@ -145,6 +144,31 @@ class SequenceLives(RuleBasedStateMachine):
         self.kv.drop_cached()
         self.kv.check()
         assert self.kv.stats().free == NUM_BLOCKS
+
+    def _open(self, token_ids: list[int]) -> tuple[Sequence, list[int]]:
+        hashes = prefix_hashes(token_ids)
+        held = self.kv.match(hashes)
+        table = self.kv.open(hashes, max_tokens=len(token_ids) - 1)
+        assert table.num_tokens == min(held * BLOCK_SIZE, len(token_ids) - 1)
+        sequence = Sequence(table, token_ids[: table.num_tokens])
+        self.live.append(sequence)
+        return sequence, token_ids[table.num_tokens :]
+
+    def _abort(self, sequence: Sequence, num_rows: int) -> None:
+        """The step has written, and is never committed."""
+        start = len(sequence.token_ids)
+        try:
+            self.kv.reserve(sequence.table, start + num_rows)
+        except OutOfBlocks:
+            pass
+        else:
+            write_tokens(self.kv, sequence.table, start, torch.full((num_rows,), GARBAGE))
+        self._close(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        self.live.remove(sequence)
+        self.kv.close(sequence.table)
+        self.kv.close(sequence.table)
 
     def _extend(self, sequence: Sequence, token_ids: list[int], rejected: "list[int] | tuple[()]") -> None:
         """One step: accepted rows interleaved with rejected ones, compacted, committed; or no room."""
@@ -168,4 +192,4 @@ class SequenceLives(RuleBasedStateMachine):
 
 
 TestSequenceLives = SequenceLives.TestCase
-TestSequenceLives.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSequenceLives.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
