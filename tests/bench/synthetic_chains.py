@@ -243,7 +243,8 @@ def _kept_mass(verification: VerificationMode, target_probs: Probs, draft_probs:
 def _normalised(mass: Probs) -> Probs:
     clipped = np.where(mass > 1e-12, mass, 0.0)
     total = clipped.sum(axis=1, keepdims=True)
-    return np.divide(clipped, total, out=np.zeros_like(clipped), where=total > 0)
+    normalised: Probs = np.divide(clipped, total, out=np.zeros_like(clipped), where=total > 0)
+    return normalised
 
 
 def _table(

@@ -5,7 +5,7 @@ import pytest
 
 from tests.bench.distribution import FAULT_P, SMALLEST_P
 from tests.bench.goodness_of_fit import FitTest, fit, holm
-from tests.bench.synthetic_chains import FAULTS, Scenario, judge, run
+from tests.bench.synthetic_chains import FAULTS, Fault, Scenario, judge, run
 
 SCENARIOS = [
     Scenario("invariant", 3, 6000),
@@ -15,7 +15,7 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_every_position_follows_the_target_by_accepted_residual_and_bonus(scenario):
+def test_every_position_follows_the_target_by_accepted_residual_and_bonus(scenario: Scenario) -> None:
     outcome = run(scenario)
     smallest = holm(judge(scenario, outcome))[0]
     assert smallest.p_value >= SMALLEST_P, smallest
@@ -23,13 +23,13 @@ def test_every_position_follows_the_target_by_accepted_residual_and_bonus(scenar
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_refuted(fault):
+def test_a_planted_fault_is_refuted(fault: Fault) -> None:
     scenario = Scenario("rejection", 2, 12_000)
     smallest = holm(judge(scenario, run(scenario, fault)))[0]
     assert smallest.p_value < (FAULT_P if fault != "untruncated_draft_probs" else 1e-4), smallest
 
 
-def test_the_fit_accepts_the_truth_and_refutes_a_shift_and_the_impossible():
+def test_the_fit_accepts_the_truth_and_refutes_a_shift_and_the_impossible() -> None:
     generator = np.random.default_rng(0)
     probs = np.array([[0.5, 0.3, 0.2, 0.0]])
     truth = generator.multinomial(20_000, probs[0])[None]
@@ -39,7 +39,7 @@ def test_the_fit_accepts_the_truth_and_refutes_a_shift_and_the_impossible():
     assert fit("empty", np.zeros((1, 4), np.int64), probs).p_value == 1.0
 
 
-def test_holm_multiplies_by_the_number_of_tests_left_and_never_falls():
+def test_holm_multiplies_by_the_number_of_tests_left_and_never_falls() -> None:
     tests = [FitTest(name, 1, p) for name, p in (("a", 0.04), ("b", 0.01), ("c", 0.03))]
     assert [(test.name, round(test.p_value, 6)) for test in holm(tests)] == [
         ("b", 0.03),

@@ -40,27 +40,27 @@ def best_length_by_hand(rate: float, room: int, table: list[float], draft: list[
 
 @pytest.mark.parametrize("rate", [0.05, 0.2, 0.5, 0.7, 0.9, 0.97])
 @pytest.mark.parametrize("draft_seconds", [0.0, 0.0008, 0.003])
-def test_one_choice_gets_the_length_that_the_formula_says(rate, draft_seconds):
+def test_one_choice_gets_the_length_that_the_formula_says(rate: float, draft_seconds: float) -> None:
     draft = [draft_seconds * depth for depth in range(9)]
     costs = StepCosts(TYPICAL, {"ngram": draft})
     expected = best_length_by_hand(rate, 8, TYPICAL, draft)
     assert choose_draft_lengths([candidate(rate)], costs) == [expected]
 
 
-def test_free_rows_are_all_used_and_dear_ones_are_not():
+def test_free_rows_are_all_used_and_dear_ones_are_not() -> None:
     assert choose_draft_lengths([candidate(0.5)], StepCosts(FLAT, {})) == [6], (
         "a node under 1 % is not worth a row"
     )
     assert choose_draft_lengths([candidate(0.5)], StepCosts(LINEAR, {})) == [0]
 
 
-def test_a_batch_spends_its_rows_on_those_who_accept():
+def test_a_batch_spends_its_rows_on_those_who_accept() -> None:
     lengths = choose_draft_lengths([candidate(0.9), candidate(0.1)], StepCosts(TYPICAL, {}))
     assert lengths[0] > lengths[1]
     assert lengths[1] == 0
 
 
-def test_load_gates_drafting_where_rows_stop_being_free():
+def test_load_gates_drafting_where_rows_stop_being_free() -> None:
     step = [0.010] * 17 + [0.010 + 0.002 * rows for rows in range(1, 48)]
     alone = choose_draft_lengths([candidate(0.5)], StepCosts(step, {}))
     loaded = choose_draft_lengths([candidate(0.5)] * 16, StepCosts(step, {}))
@@ -70,7 +70,7 @@ def test_load_gates_drafting_where_rows_stop_being_free():
     assert behind_prefill[0] < alone[0]
 
 
-def test_a_drafter_that_costs_more_than_it_brings_is_left_out_beside_one_that_pays():
+def test_a_drafter_that_costs_more_than_it_brings_is_left_out_beside_one_that_pays() -> None:
     dear = DraftCandidate("draft_model", (0.9,) * 4)
     costs = StepCosts(TYPICAL, {"draft_model": [0.0, 0.05, 0.1, 0.15, 0.2]})
     lengths = choose_draft_lengths([dear, candidate(0.6), candidate(0.6)], costs)
@@ -79,13 +79,13 @@ def test_a_drafter_that_costs_more_than_it_brings_is_left_out_beside_one_that_pa
     assert lengths[2] > 0
 
 
-def test_fixed_lengths_are_used_as_given_and_cut_by_room_only():
+def test_fixed_lengths_are_used_as_given_and_cut_by_room_only() -> None:
     costs = StepCosts(LINEAR, {})
     assert choose_draft_lengths([candidate(0.01, fixed=5), candidate(0.5, room=2, fixed=5)], costs) == [5, 2]
     assert choose_draft_lengths([candidate(0.9, fixed=0)], StepCosts(FLAT, {})) == [0]
 
 
-def test_a_change_waits_for_its_dwell_unless_much_is_to_be_won():
+def test_a_change_waits_for_its_dwell_unless_much_is_to_be_won() -> None:
     costs = StepCosts(TYPICAL, {})
     best = best_length_by_hand(0.7, 8, TYPICAL, [0.0] * 9)
     near = best - 1
@@ -96,14 +96,14 @@ def test_a_change_waits_for_its_dwell_unless_much_is_to_be_won():
     assert choose_draft_lengths([replace(far, steps_since_change=3)], costs) == [0]
 
 
-def test_gains_under_one_percent_change_nothing():
+def test_gains_under_one_percent_change_nothing() -> None:
     costs = StepCosts(TYPICAL, {})
     best = best_length_by_hand(0.7, 8, TYPICAL, [0.0] * 9)
     held = candidate(0.7, current=best + 1, steps_since_change=1000)
     assert choose_draft_lengths([held], costs) == [best + 1]
 
 
-def test_a_single_choice_in_a_large_batch_still_moves():
+def test_a_single_choice_in_a_large_batch_still_moves() -> None:
     settled = [candidate(0.05, current=0, steps_since_change=99) for _ in range(15)]
     waking = candidate(0.9, current=0, steps_since_change=99)
     lengths = choose_draft_lengths([*settled, waking], StepCosts(TYPICAL, {}))
@@ -111,12 +111,12 @@ def test_a_single_choice_in_a_large_batch_still_moves():
     assert lengths[15] > 0
 
 
-def test_no_room_means_no_draft():
+def test_no_room_means_no_draft() -> None:
     assert choose_draft_lengths([candidate(0.9, room=0)], StepCosts(FLAT, {})) == [0]
     assert choose_draft_lengths([], StepCosts(FLAT, {})) == []
 
 
-def test_the_conditional_rate_counts_only_steps_that_accepted_the_depth_before():
+def test_the_conditional_rate_counts_only_steps_that_accepted_the_depth_before() -> None:
     stats = AcceptanceStats(3, decay=0.9999, prior_trials=0.01)
     for _ in range(50):
         stats.observe(3, 1)
@@ -124,7 +124,7 @@ def test_the_conditional_rate_counts_only_steps_that_accepted_the_depth_before()
     assert stats.rates == pytest.approx((0.999, 0.5, 0.999), abs=0.01)
 
 
-def test_rates_without_samples_are_hopeful_and_nothing_offered_says_nothing():
+def test_rates_without_samples_are_hopeful_and_nothing_offered_says_nothing() -> None:
     stats = AcceptanceStats(4)
     stats.observe(0, 0)
     assert stats.rates == (FIRST_GUESS,) * 4
@@ -133,7 +133,7 @@ def test_rates_without_samples_are_hopeful_and_nothing_offered_says_nothing():
     assert all(0.0 < rate < 1.0 for rate in stats.rates)
 
 
-def test_old_acceptance_fades():
+def test_old_acceptance_fades() -> None:
     stats = AcceptanceStats(1)
     for _ in range(500):
         stats.observe(1, 1)
@@ -142,7 +142,7 @@ def test_old_acceptance_fades():
     assert stats.rates[0] < 0.05
 
 
-def test_step_times_are_interpolated_monotone_and_go_on_beyond_what_was_seen():
+def test_step_times_are_interpolated_monotone_and_go_on_beyond_what_was_seen() -> None:
     table = StepTimeTable(32, {1: 0.010, 5: 0.012, 9: 0.011, 16: 0.020})
     assert table.seconds == sorted(table.seconds)
     assert table.seconds[1] == 0.010
@@ -151,11 +151,11 @@ def test_step_times_are_interpolated_monotone_and_go_on_beyond_what_was_seen():
     assert len(table.seconds) == 33
 
 
-def test_monotone_pools_neighbours_by_weight():
+def test_monotone_pools_neighbours_by_weight() -> None:
     assert monotone([1.0, 3.0, 2.0, 5.0], [1.0, 1.0, 3.0, 1.0]) == [1.0, 2.25, 2.25, 5.0]
 
 
-def test_values_that_are_no_durations_are_ignored_and_one_stall_is_clipped():
+def test_values_that_are_no_durations_are_ignored_and_one_stall_is_clipped() -> None:
     table = StepTimeTable(8, {1: 0.010})
     for seconds in (math.nan, math.inf, -1.0, 0.0):
         table.record(1, seconds)
@@ -196,7 +196,7 @@ def switches(lengths: list[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_stream_that_hovers_at_a_pivot_switches_few_times(seed):
+def test_a_stream_that_hovers_at_a_pivot_switches_few_times(seed: int) -> None:
     generator = random.Random(seed)
     hovering = [0.62 if (step // 10) % 2 else 0.72 for step in range(5000)]
     lengths = run(controller_with(), hovering, generator)
@@ -204,7 +204,7 @@ def test_a_stream_that_hovers_at_a_pivot_switches_few_times(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_settles_within_a_hundred_steps_of_a_real_change(seed):
+def test_it_settles_within_a_hundred_steps_of_a_real_change(seed: int) -> None:
     generator = random.Random(seed)
     controller = controller_with()
     run(controller, [0.9] * 600, generator)
@@ -214,7 +214,7 @@ def test_it_settles_within_a_hundred_steps_of_a_real_change(seed):
     assert sum(high[-200:]) / 200 > 4.0, "a drafter that was switched off came back"
 
 
-def test_at_zero_it_probes_and_ever_more_rarely_while_probes_fail():
+def test_at_zero_it_probes_and_ever_more_rarely_while_probes_fail() -> None:
     lengths = run(controller_with(), [0.0] * 3000, random.Random(0))
     drafted = [step for step, length in enumerate(lengths) if length > 0]
     gaps = [b - a for a, b in itertools.pairwise(drafted)]
@@ -222,7 +222,7 @@ def test_at_zero_it_probes_and_ever_more_rarely_while_probes_fail():
     assert max(lengths[500:]) <= 2
 
 
-def test_a_stream_without_samples_or_with_broken_times_keeps_its_length():
+def test_a_stream_without_samples_or_with_broken_times_keeps_its_length() -> None:
     controller = controller_with()
     (first,) = controller.plan([PlanEntry(0, 8)])
     for _ in range(300):
@@ -232,7 +232,7 @@ def test_a_stream_without_samples_or_with_broken_times_keeps_its_length():
         assert length == first
 
 
-def test_room_cuts_a_step_without_moving_the_length():
+def test_room_cuts_a_step_without_moving_the_length() -> None:
     controller = controller_with()
     run(controller, [0.9] * 200, random.Random(1))
     (usual,) = controller.plan([PlanEntry(0, 8)])
@@ -241,20 +241,20 @@ def test_room_cuts_a_step_without_moving_the_length():
     assert controller.plan([PlanEntry(0, 8)]) == [usual]
 
 
-def test_a_start_length_is_used_first_and_a_fixed_length_always():
+def test_a_start_length_is_used_first_and_a_fixed_length_always() -> None:
     assert controller_with(start_length=3).plan([PlanEntry(0, 8)]) == [3]
     fixed = controller_with(fixed=7)
     assert set(run(fixed, [0.0] * 100, random.Random(0))) == {7}
     assert set(run(controller_with(fixed=0), [0.0] * 100, random.Random(0))) == {0}
 
 
-def test_before_any_measurement_the_default_length_is_used():
+def test_before_any_measurement_the_default_length_is_used() -> None:
     controller = DraftLengthController(64)
     controller.add(ControlledChoice(0, "ngram", "chat", 8, 4))
     assert controller.plan([PlanEntry(0, 8)]) == [4]
 
 
-def test_a_new_choice_starts_from_what_its_class_showed():
+def test_a_new_choice_starts_from_what_its_class_showed() -> None:
     controller = controller_with()
     run(controller, [0.02] * 600, random.Random(0))
     controller.add(ControlledChoice(1, "ngram", "chat", 8, 4))
@@ -263,7 +263,7 @@ def test_a_new_choice_starts_from_what_its_class_showed():
     assert same_class < other_class
 
 
-def test_removed_choices_leave_nothing_behind():
+def test_removed_choices_leave_nothing_behind() -> None:
     controller = controller_with(2)
     controller.remove(0)
     controller.remove(0)
@@ -273,7 +273,7 @@ def test_removed_choices_leave_nothing_behind():
     controller.check()
 
 
-def test_planning_a_batch_of_eight_is_cheap():
+def test_planning_a_batch_of_eight_is_cheap() -> None:
     controller = controller_with(8)
     entries = [PlanEntry(key, 8) for key in range(8)]
     started = time.process_time()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from core.records import SamplingParams
+from core.records import SamplingParams, VerificationMode
 from decode.draft import VerifyItem
 from decode.sampling.draft_noise import DraftDraw, draw_draft
 from decode.sampling.history import TokenHistory
@@ -15,7 +15,9 @@ SAMPLED = SamplingParams(temperature=1.0)
 HISTORY = TokenHistory([0])
 
 
-def draft_tokens(logits: torch.Tensor, seeds: range, verification: str = "invariant") -> list[int]:
+def draft_tokens(
+    logits: torch.Tensor, seeds: range, verification: VerificationMode = "invariant"
+) -> list[int]:
     draws = [DraftDraw(SAMPLED, seed, 0, 1, verification, HISTORY) for seed in seeds]
     drawn = draw_draft(draws, logits.expand(len(seeds), -1))
     return [token.token_id for token in drawn if token is not None]
@@ -27,7 +29,7 @@ def target_tokens(logits: torch.Tensor, seeds: range) -> list[int]:
 
 
 @pytest.mark.parametrize("disagreement", [0.0, 0.3, 1.0, 3.0])
-def test_shared_noise_matches_at_least_as_often_as_the_bound_says(disagreement):
+def test_shared_noise_matches_at_least_as_often_as_the_bound_says(disagreement: float) -> None:
     generator = torch.Generator().manual_seed(int(disagreement * 10))
     target = torch.randn(1, 50, generator=generator)
     draft = target + disagreement * torch.randn(1, 50, generator=generator)
@@ -40,7 +42,7 @@ def test_shared_noise_matches_at_least_as_often_as_the_bound_says(disagreement):
     assert rate <= 1 - distance + margin, "no coupling matches more often than 1 - TV"
 
 
-def test_rejection_drafts_do_not_share_the_noise_of_the_target():
+def test_rejection_drafts_do_not_share_the_noise_of_the_target() -> None:
     logits = torch.zeros(1, 50)
     seeds = range(2000)
     drafted = draft_tokens(logits, seeds, "rejection")
@@ -48,7 +50,7 @@ def test_rejection_drafts_do_not_share_the_noise_of_the_target():
     assert matches / len(seeds) < 0.05, "1 in 50 by chance"
 
 
-def test_draft_probs_are_the_truncated_distribution_that_was_drawn_from():
+def test_draft_probs_are_the_truncated_distribution_that_was_drawn_from() -> None:
     sampling = SamplingParams(temperature=0.7, top_k=3, frequency_penalty=1.0)
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.5, 0.0]])
     draw = DraftDraw(sampling, 5, 0, 3, "rejection", TokenHistory([4], [0]), path=(0,))
@@ -60,7 +62,7 @@ def test_draft_probs_are_the_truncated_distribution_that_was_drawn_from():
     assert drawn.draft_probs[drawn.token_id] > 0
 
 
-def test_greedy_and_invariant_draws_carry_no_draft_probs():
+def test_greedy_and_invariant_draws_carry_no_draft_probs() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]] * 3)
     draws = [
         DraftDraw(SamplingParams(), 1, 0, 1, "rejection", HISTORY),
@@ -72,7 +74,7 @@ def test_greedy_and_invariant_draws_carry_no_draft_probs():
     assert [token.token_id for token in drawn[:2] if token] == [1, 1]
 
 
-def test_a_broken_row_ends_its_own_draft_only():
+def test_a_broken_row_ends_its_own_draft_only() -> None:
     logits = torch.tensor([[0.0, math.nan], [0.0, 2.0], [math.nan, 1.0]])
     draws = [
         DraftDraw(SAMPLED, 1, 0, 1, "invariant", HISTORY),

@@ -1,6 +1,8 @@
 """The native kernel draws the tokens that the plain reference draws, whatever the parameters."""
 
+import ctypes
 import math
+from ctypes import CDLL
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from decode.sampling.step_items import DrawItem
 
 
 @pytest.fixture(scope="module")
-def library():
+def library() -> CDLL:
     loaded = native.kernels()
     if loaded is None:
         pytest.skip("no C++ compiler here: the reference serves alone")
@@ -60,7 +62,9 @@ def sampling_params(draw: st.DrawFn, vocabulary: int) -> SamplingParams:
 @given(
     data=st.data(), seed=st.integers(0, 2**53 - 1), vocabulary=st.sampled_from([1, 3, 8, 17, 511, 513, 3001])
 )
-def test_the_kernel_walks_every_tree_as_the_reference_does(library, data, seed, vocabulary):
+def test_the_kernel_walks_every_tree_as_the_reference_does(
+    library: CDLL, data: st.DataObject, seed: int, vocabulary: int
+) -> None:
     token_ids = st.integers(0, vocabulary - 1)
     params = data.draw(st.lists(sampling_params(vocabulary), min_size=1, max_size=3))
     nodes = data.draw(st.integers(0, 5))
@@ -92,14 +96,16 @@ def test_the_kernel_walks_every_tree_as_the_reference_does(library, data, seed, 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.95, 0.0), (40, 0.9, 0.05)]
 )
-def test_the_kernel_draws_as_the_reference_over_a_real_vocabulary(library, temperature, top_k, top_p, min_p):
+def test_the_kernel_draws_as_the_reference_over_a_real_vocabulary(
+    library: CDLL, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     logits = tied_logits(1, 4, 49152, 3.0)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     draws = [DrawItem(sampling, seed, 0, 9, TokenHistory([1]), seed % 4) for seed in range(8)]
     assert native.walk(library, draws, logits) == reference.walk(draws, logits)
 
 
-def test_a_walk_follows_the_drawn_children_and_stops_where_none_holds_the_token(library):
+def test_a_walk_follows_the_drawn_children_and_stops_where_none_holds_the_token(library: CDLL) -> None:
     logits = torch.full((4, 10), -5.0)
     for row, token_id in enumerate([7, 9, 3, 1]):
         logits[row, token_id] = 5.0
@@ -115,32 +121,34 @@ def test_a_walk_follows_the_drawn_children_and_stops_where_none_holds_the_token(
     position=st.integers(0, 2**31),
     stream=st.sampled_from(list(Stream)),
 )
-def test_both_implementations_hash_the_same_uniforms(library, seed, choice, position, stream):
+def test_both_implementations_hash_the_same_uniforms(
+    library: CDLL, seed: int, choice: int, position: int, stream: Stream
+) -> None:
     key = noise_key(seed, choice, position, stream)
-    library.outrider_noise_key.restype = native.ctypes.c_uint64
-    library.outrider_noise_key.argtypes = [native.ctypes.c_uint64] * 4
+    library.outrider_noise_key.restype = ctypes.c_uint64
+    library.outrider_noise_key.argtypes = [ctypes.c_uint64] * 4
     assert library.outrider_noise_key(seed, choice, position, int(stream)) == key
     token_ids = np.array([0, 1, 2, 49151, 2**31], dtype=np.int64)
     native_uniforms = np.empty(5)
     library.outrider_uniforms.restype = None
     library.outrider_uniforms.argtypes = [
-        native.ctypes.c_uint64,
-        native.ctypes.c_void_p,
-        native.ctypes.c_int64,
-        native.ctypes.c_void_p,
+        ctypes.c_uint64,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
     ]
     library.outrider_uniforms(key, token_ids.ctypes.data, 5, native_uniforms.ctypes.data)
     assert np.array_equal(native_uniforms, uniforms(key, token_ids))
     assert uniform(key, 2) == native_uniforms[2]
 
 
-def test_the_noise_does_not_depend_on_which_other_tokens_are_asked():
+def test_the_noise_does_not_depend_on_which_other_tokens_are_asked() -> None:
     everything = gumbel(7, 0, 12, np.arange(1000, dtype=np.int64))
     few = gumbel(7, 0, 12, np.array([999, 3], dtype=np.int64))
     assert few.tolist() == [everything[999], everything[3]]
 
 
-def test_keys_of_neighbouring_draws_differ():
+def test_keys_of_neighbouring_draws_differ() -> None:
     keys = {
         noise_key(seed, choice, position, stream)
         for seed in range(5)
@@ -151,7 +159,7 @@ def test_keys_of_neighbouring_draws_differ():
     assert len(keys) == 5 * 5 * 50 * 5
 
 
-def test_uniforms_are_uniform_and_never_zero_or_one():
+def test_uniforms_are_uniform_and_never_zero_or_one() -> None:
     values = uniforms(noise_key(1, 0, 0), np.arange(200_000, dtype=np.int64))
     assert values.min() > 0.0
     assert values.max() < 1.0
@@ -159,7 +167,7 @@ def test_uniforms_are_uniform_and_never_zero_or_one():
     assert abs(values.var() - 1 / 12) < 0.001
 
 
-def test_the_race_is_the_argmax_of_log_weights_plus_gumbel():
+def test_the_race_is_the_argmax_of_log_weights_plus_gumbel() -> None:
     token_ids = np.arange(500, dtype=np.int64)
     weights = np.random.default_rng(0).random(500)
     for position in range(50):
@@ -167,7 +175,7 @@ def test_the_race_is_the_argmax_of_log_weights_plus_gumbel():
         assert race(weights, noise_key(3, 1, position)) == expected
 
 
-def test_own_exp_and_log_agree_with_the_libraries_to_the_last_few_bits():
+def test_own_exp_and_log_agree_with_the_libraries_to_the_last_few_bits() -> None:
     exponents = -np.geomspace(1e-12, 700.0, 20_000)
     assert np.max(np.abs(exp_weights(exponents) / np.exp(exponents) - 1.0)) < 1e-15 * 4
     assert exp_weights(np.array([0.0, -709.0, -np.inf])).tolist() == [1.0, 0.0, 0.0]
@@ -177,7 +185,7 @@ def test_own_exp_and_log_agree_with_the_libraries_to_the_last_few_bits():
     assert np.max(np.abs(natural_log(values)[nonzero] / logarithms[nonzero] - 1.0)) < 1e-15 * 4
 
 
-def test_logprobs_of_the_kernel_are_those_of_the_reference_bit_for_bit(library):
+def test_logprobs_of_the_kernel_are_those_of_the_reference_bit_for_bit(library: CDLL) -> None:
     logits = tied_logits(5, 6, 49152, 3.0)
     requests = [
         native.LogprobRequest(row, 17 * row, best)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.records import SamplingParams
+from core.records import SamplingParams, VerificationMode
 from decode.draft import Draft, Verdict, VerifyItem
 from decode.sampling import native
 from decode.sampling.draft_noise import DraftDraw, draw_draft
@@ -80,7 +80,9 @@ PARAMETERS = [
 
 @pytest.mark.parametrize("sampling", PARAMETERS)
 @pytest.mark.parametrize("propose", PROPOSALS)
-def test_the_answer_is_that_of_plain_decoding_whatever_is_proposed(sampling, propose):
+def test_the_answer_is_that_of_plain_decoding_whatever_is_proposed(
+    sampling: SamplingParams, propose: Propose
+) -> None:
     tokens, verdicts = answer(sampling, propose)
     assert tokens == plain_answer(sampling, 3)[:24]
     accepted = sum(len(verdict.accepted_rows) for verdict in verdicts)
@@ -88,7 +90,7 @@ def test_the_answer_is_that_of_plain_decoding_whatever_is_proposed(sampling, pro
 
 
 @pytest.mark.parametrize("propose", PROPOSALS)
-def test_accepted_rows_are_a_path_whose_tokens_were_emitted(propose):
+def test_accepted_rows_are_a_path_whose_tokens_were_emitted(propose: Propose) -> None:
     history = TokenHistory([1, 2])
     draft = propose(history, plain_answer(PARAMETERS[1], 3))
     item = VerifyItem(PARAMETERS[1], 3, 0, history, 2, 0, draft)
@@ -102,7 +104,9 @@ def test_accepted_rows_are_a_path_whose_tokens_were_emitted(propose):
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), temperature=st.sampled_from([0.0, 0.9]), seed=st.integers(0, 2**53 - 1))
-def test_any_tree_yields_a_prefix_of_the_plain_answer(data, temperature, seed):
+def test_any_tree_yields_a_prefix_of_the_plain_answer(
+    data: st.DataObject, temperature: float, seed: int
+) -> None:
     num_nodes = data.draw(st.integers(0, 8))
     likely = st.sampled_from([*torch.topk(TABLE[2], 4).indices.tolist(), 0, 39])
     draft = Draft(
@@ -115,13 +119,14 @@ def test_any_tree_yields_a_prefix_of_the_plain_answer(data, temperature, seed):
     assert list(verdict.token_ids) == plain_answer(sampling, seed)[: len(verdict.token_ids)]
 
 
-def test_neighbours_order_and_logits_offset_do_not_change_a_verdict():
+def test_neighbours_order_and_logits_offset_do_not_change_a_verdict() -> None:
     history = TokenHistory([1, 2])
-    items, rows = [], []
+    items: list[VerifyItem] = []
+    rows: list[torch.Tensor] = []
     for index in range(8):
         sampling = PARAMETERS[index % 4]
         draft = [right_chain, wrong_chain, half_right_tree][index % 3](history, plain_answer(sampling, index))
-        mode = "rejection" if index in (0, 4) and draft.is_chain else "invariant"
+        mode: VerificationMode = "rejection" if index in (0, 4) and draft.is_chain else "invariant"
         start = sum(len(part) for part in rows)
         items.append(VerifyItem(sampling, index, 0, history, 2, start, draft, mode))
         rows.append(target_rows(history, draft))
@@ -131,14 +136,14 @@ def test_neighbours_order_and_logits_offset_do_not_change_a_verdict():
     assert together == alone == verify(items[::-1], logits)[::-1]
 
 
-def test_choices_and_seeds_draw_differently_and_a_choice_repeats_itself():
+def test_choices_and_seeds_draw_differently_and_a_choice_repeats_itself() -> None:
     sampling = SamplingParams(temperature=1.0)
     answers = [tuple(plain_answer(sampling, seed, choice)) for seed in (1, 2) for choice in (0, 1)]
     assert len(set(answers)) == 4
     assert answers[1] == tuple(plain_answer(sampling, 1, 1))
 
 
-def test_an_answer_resumed_in_the_middle_goes_on_as_before():
+def test_an_answer_resumed_in_the_middle_goes_on_as_before() -> None:
     sampling = SamplingParams(temperature=1.0, frequency_penalty=0.5)
     whole = plain_answer(sampling, 8)
     history = TokenHistory([1, 2], whole[:11])
@@ -148,8 +153,9 @@ def test_an_answer_resumed_in_the_middle_goes_on_as_before():
     assert list(history.output_ids) == whole[:24]
 
 
-def test_a_step_without_a_draft_draws_one_token():
-    for mode in ("invariant", "rejection"):
+def test_a_step_without_a_draft_draws_one_token() -> None:
+    modes: tuple[VerificationMode, ...] = ("invariant", "rejection")
+    for mode in modes:
         item = VerifyItem(PARAMETERS[1], 3, 0, TokenHistory([1, 2]), 2, 0, verification=mode)
         (verdict,) = verify([item], TABLE[[2]])
         assert len(verdict.token_ids) == 1
@@ -157,7 +163,9 @@ def test_a_step_without_a_draft_draws_one_token():
 
 
 @pytest.mark.parametrize("sampling", PARAMETERS)
-def test_logprobs_are_the_raw_targets_and_equal_bit_for_bit_with_speculation(sampling):
+def test_logprobs_are_the_raw_targets_and_equal_bit_for_bit_with_speculation(
+    sampling: SamplingParams,
+) -> None:
     asked = SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -178,7 +186,7 @@ def test_logprobs_are_the_raw_targets_and_equal_bit_for_bit_with_speculation(sam
     assert all(verdict.logprobs == () for verdict in answer(sampling, right_chain)[1])
 
 
-def test_nothing_outside_the_truncated_set_is_emitted_in_either_mode():
+def test_nothing_outside_the_truncated_set_is_emitted_in_either_mode() -> None:
     sampling = SamplingParams(temperature=0.7, top_p=0.5, top_k=2, min_p=0.2)
     plain = SamplingParams(temperature=1.0)
     history = TokenHistory([1, 2])
@@ -198,13 +206,13 @@ def test_nothing_outside_the_truncated_set_is_emitted_in_either_mode():
     assert len(seen["other"]) > 5, "a neighbour keeps its own parameters"
 
 
-def test_rejection_refuses_a_tree_before_it_draws():
+def test_rejection_refuses_a_tree_before_it_draws() -> None:
     tree = Draft((1, 2), (0, 0))
     with pytest.raises(ValueError, match="chains only"):
         verify([VerifyItem(SamplingParams(), 1, 0, TokenHistory([1]), 1, 0, tree, "rejection")], TABLE[:3])
 
 
-def test_greedy_rejection_emits_the_greedy_answer():
+def test_greedy_rejection_emits_the_greedy_answer() -> None:
     history = TokenHistory([1, 2])
     rest = plain_answer(SamplingParams(), 3)
     for chain in (tuple(rest[:3]), (rest[0], (rest[1] + 1) % VOCABULARY, rest[2])):
@@ -214,7 +222,7 @@ def test_greedy_rejection_emits_the_greedy_answer():
         assert list(verdict.token_ids) == rest[: len(verdict.token_ids)]
 
 
-def test_a_residual_without_mass_falls_back_to_the_target():
+def test_a_residual_without_mass_falls_back_to_the_target() -> None:
     target_probs = np.array([0.25, 0.75])
     assert residual_weights(target_probs, target_probs, 0) is target_probs
     assert residual_weights(np.array([1.0, 0.0]), None, 0).tolist() == [1.0, 0.0]
@@ -222,7 +230,7 @@ def test_a_residual_without_mass_falls_back_to_the_target():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 0.0])
-def test_draft_probs_that_are_no_distribution_cut_the_chain_before_them(bad):
+def test_draft_probs_that_are_no_distribution_cut_the_chain_before_them(bad: float) -> None:
     history = TokenHistory([1, 2])
     draft_probs = torch.full((2, VOCABULARY), 1.0 / VOCABULARY)
     draft_probs[1] = 0.0
@@ -235,7 +243,7 @@ def test_draft_probs_that_are_no_distribution_cut_the_chain_before_them(bad):
     assert len(verdict.token_ids) == 2
 
 
-def test_without_a_compiler_the_verdicts_are_the_same(monkeypatch):
+def test_without_a_compiler_the_verdicts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdicts() -> list[list[Verdict]]:
         return [answer(sampling, half_right_tree)[1] for sampling in PARAMETERS] + [rejected_verdicts()]
 
