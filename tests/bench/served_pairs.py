@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from core.settings import EngineSettings
+from core.tokenizer import Tokenizer
 from engine.engine import Engine
 from engine.step_batch import SequenceStep
 from outrider import AsyncClient
@@ -83,8 +84,6 @@ def judge_pairs(name: str, pairs: list[tuple[int, int]], table: PairTable) -> li
 
 
 def _encode(model: Path) -> list[int]:
-    from core.tokenizer import Tokenizer
-
     return list(Tokenizer.from_directory(model).encode(PROMPT))
 
 

@@ -94,10 +94,12 @@ struct Row {
   // Fill `keys` with all values in [bound, below), unordered; -inf never counts.
   void gather(float bound, float below) {
     keys.clear();
-    ascending = bound == -INFINITY;
+    int64_t columns = 0;
+    for (const float most : maxima) columns += most >= bound;
+    ascending = columns > (int64_t)maxima.size() / 4;  // then a straight pass is cheaper than going by column
     if (ascending) {
       for (int64_t id = 0; id < count; ++id)
-        if (x[id] > -INFINITY && x[id] < below) keys.push_back(order_key(x[id], id));
+        if (x[id] >= bound && x[id] < below && x[id] > -INFINITY) keys.push_back(order_key(x[id], id));
       return;
     }
     visit_at_least(bound, [&](int64_t id) {

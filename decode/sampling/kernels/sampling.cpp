@@ -78,12 +78,27 @@ void keep_top_k(Row& row, const Item& item, double inverse_temperature, Survivor
   }
 }
 
+// Everything below it weighs less than 1 - top_p together; -inf where that says nothing.
+float enough_for(const Row& row, const Item& item, double inverse_temperature, double total) {
+  const double weight = (1.0 - item.top_p) * total / (double)row.count;
+  if (!(weight > 1e-300)) return -INFINITY;
+  return (float)((double)row.largest + natural_log(weight) / inverse_temperature);
+}
+
+// Slices of the order, each further down, until the mass is there: by rank first, then by factors of e, e^2, e^4.
 void keep_top_p(Row& row, const Item& item, double inverse_temperature, Survivors& out) {
-  const double mass = item.top_p * total_weight(row, inverse_temperature);
+  const double total = total_weight(row, inverse_temperature);
+  const double mass = item.top_p * total;
+  const float last = enough_for(row, item, inverse_temperature, total);
   double sum = 0.0;
-  float below = INFINITY;
+  float below = INFINITY, width = (float)item.temperature;
   for (int64_t wanted = kFirstGather;; wanted *= 4) {
-    const float bound = row.bound_for(wanted);
+    float bound = row.bound_for(wanted);
+    if (bound == -INFINITY && below < INFINITY && below > last) {
+      bound = std::max(last, below - width);
+      if (bound >= below) bound = -INFINITY;
+      width *= 2.0f;
+    }
     row.gather(bound, below);
     row.sort_keys();
     if (weigh_until(row, inverse_temperature, mass, sum, out) || bound == -INFINITY) return;
