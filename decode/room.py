@@ -8,6 +8,9 @@ from decode.choice import Choice, Request
 from decode.scheduler import VictimView, WaitingView, admit, choose_victim
 from engine.kv_cache import KvCache, OutOfBlocks
 
+_LOOK_AHEAD = 64
+"""Waiting entries that are looked at in one turn."""
+
 
 class Requeued(Exception):
     """A request that waited for blocks was put back into the queue, its cached prefix given up."""
@@ -59,11 +62,11 @@ class Room:
 
     def admit(self, occupied: int) -> list[Request | Choice]:
         """Open the tables of those that may join now. `occupied`: choices that have a place."""
-        if not self._waiting:
+        if not self._waiting or occupied >= self._max_running:
             return []
         stats = self._kv.stats()
         free_blocks = stats.free + stats.cached - sum(self._promised.values())
-        views = [self._view(index, item) for index, item in enumerate(self._waiting)]
+        views = [self._view(index, item) for index, item in enumerate(self._waiting[:_LOOK_AHEAD])]
         decision = admit(views, free_blocks, self._max_running - occupied)
         for index in decision.overtaken:
             self._waiting[index].overtaken += 1

@@ -1,6 +1,5 @@
 """The decode worker on the wire: `Decode.Generate`, and its own part of `Admin`."""
 
-import asyncio
 import logging
 import os
 from typing import NoReturn, TypeVar
@@ -42,25 +41,38 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             names.SPAN_DECODE, context=parent, kind=SpanKind.SERVER, record_exception=False
         ) as span:
             try:
-                await self._generate(request, context, span)
+                live = self._worker.accept(request)
             except ServiceError as error:
-                self._finished(span, error.status, None)
+                _end_span(span, error.status)
+                self._worker.metrics.request_finished(error.status)
                 await _refuse(context, error)
-            except asyncio.CancelledError:
-                self._finished(span, "CANCELLED", None)
-                raise
-            except grpc.aio.AbortError:
-                raise
-            except Exception:  # boundary: a fault of ours is one request's INTERNAL
-                _LOG.exception("a request failed")
-                self._finished(span, "INTERNAL", None)
-                await _refuse(context, Internal("the decode worker failed on this request"))
+            await self._serve(live, context, span)
 
-    async def _generate(self, request: decode_pb2.DecodeRequest, context: EventContext, span: Span) -> None:
-        worker = self._worker
-        live = worker.accept(request)
+    async def _serve(self, live: LiveRequest, context: EventContext, span: Span) -> None:
+        """Run an accepted request; one status, one report and one count on every path."""
+        status = "CANCELLED"
+        refusal: ServiceError | None = None
+        try:
+            await self._relay(live, context)
+            status = "OK"
+        except ServiceError as error:
+            refusal = error
+        except Exception:  # boundary: a fault of ours is one request's INTERNAL
+            _LOG.exception("a request failed")
+            refusal = Internal("the decode worker failed on this request")
+        finally:
+            status = refusal.status if refusal is not None else status
+            report = live.final_report()
+            _describe(span, live)
+            _end_span(span, status)
+            self._worker.metrics.request_finished(status, report.request_class, report.drafter)
+            self._worker.metrics.speculation(report)
+        if refusal is not None:
+            await _refuse(context, refusal)
+
+    async def _relay(self, live: LiveRequest, context: EventContext) -> None:
         remaining_s = context.time_remaining()
-        deadline_s = None if remaining_s is None else worker.clock.now_s() + remaining_s
+        deadline_s = None if remaining_s is None else self._worker.clock.now_s() + remaining_s
 
         async def started(live: LiveRequest) -> None:
             event = decode_pb2.DecodeStarted(cached_prompt_tokens=live.request.cached_tokens)
@@ -69,23 +81,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         async def send(delta: Delta) -> None:
             await context.write(decode_pb2.DecodeEvent(delta=_delta_to_wire(delta)))
 
-        try:
-            await worker.serve(live, deadline_s, started, send)
-        finally:
-            _describe(span, live)
+        await self._worker.serve(live, deadline_s, started, send)
         await context.write(decode_pb2.DecodeEvent(finished=_finished_to_wire(live)))
-        self._finished(span, "OK", live)
-
-    def _finished(self, span: Span, status: str, live: LiveRequest | None) -> None:
-        span.set_attribute(names.STATUS, status)
-        if status not in ("OK", "CANCELLED"):
-            span.set_status(StatusCode.ERROR, status)
-        report = live.report if live is not None else None
-        if report is None:
-            self._worker.metrics.request_finished(status)
-            return
-        self._worker.metrics.request_finished(status, report.request_class, report.drafter)
-        self._worker.metrics.speculation(report)
 
 
 class DecodeAdminService(admin_pb2_grpc.AdminServicer):
@@ -175,6 +172,12 @@ def _finished_to_wire(live: LiveRequest) -> decode_pb2.DecodeFinished:
     )
     message.report.CopyFrom(report_to_wire(live.final_report()))
     return message
+
+
+def _end_span(span: Span, status: str) -> None:
+    span.set_attribute(names.STATUS, status)
+    if status not in ("OK", "CANCELLED"):
+        span.set_status(StatusCode.ERROR, status)
 
 
 def _describe(span: Span, live: LiveRequest) -> None:

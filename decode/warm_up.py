@@ -16,8 +16,11 @@ _REPEATS = 3
 _CONTEXT_TOKENS = 64
 
 
-def warm_up(engine: Engine, pace: Pace, clock: Clock) -> None:
-    """On the engine thread, before it takes requests. Leaves no block used or cached."""
+def warm_up(engine: Engine, pace: Pace, clock: Clock, step_tokens: int) -> None:
+    """On the engine thread, before it takes requests. Leaves no block used or cached.
+
+    Ends with the largest step that can come, all its logits wanted: memory that does not suffice shows here.
+    """
     engine.warm_up()
     block_size = engine.kv.layout.block_size
     room = min(engine.max_context, engine.kv.stats().total * block_size) - 1
@@ -38,6 +41,9 @@ def warm_up(engine: Engine, pace: Pace, clock: Clock) -> None:
                 _verify(rows, context, logits)
                 if repeat:
                     pace.record_step(rows, clock.now_s() - started_s)
+        largest = min(step_tokens, room - context)
+        engine.kv.reserve(table, context + largest)
+        engine.step([SequenceStep(table, context, (0,) * largest)])
     finally:
         engine.kv.close(table)
 

@@ -105,7 +105,9 @@ class DecodeWorker:
         self._event_loop = asyncio.get_running_loop()
         self._idle.set()
         self._thread.start()
-        await self._thread.call(lambda: warm_up(self.engine, self._pace, self.clock))
+        await self._thread.call(
+            lambda: warm_up(self.engine, self._pace, self.clock, self._settings.step_tokens)
+        )
         self.metrics.observe_load(self.gauges)
         self.ready = True
 

@@ -274,14 +274,14 @@ async def test_choices_resume_each_from_its_own_place(stand: DecodeStand) -> Non
 async def test_draining_refuses_new_requests_lets_others_finish_and_then_ends_them(
     stand: DecodeStand,
 ) -> None:
-    short = asyncio.create_task(stand.ask(prompt_of(20), replace(SAMPLED, max_tokens=200)))
+    short = asyncio.create_task(stand.ask(prompt_of(20), replace(SAMPLED, max_tokens=30)))
     endless = stand.stub.Generate(stand.request(prompt_of(21), replace(SAMPLED, max_tokens=1900)))
     await endless.read()
-    drain = asyncio.create_task(_drain(stand, 0.5))
+    drain = asyncio.create_task(_drain(stand, 1.0))
     while not stand.worker.draining:  # noqa: ASYNC110  # set by another call, a loop's turn away
         await asyncio.sleep(0)
     assert isinstance((await stand.answer(stand.request(prompt_of(20), SAMPLED))).error, Unavailable)
-    assert len((await short).ids) == 200
+    assert len((await short).ids) == 30
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         while await endless.read() is not grpc.aio.EOF:
             pass
