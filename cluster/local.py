@@ -101,7 +101,7 @@ class LocalCluster:
         threading.Thread(target=self._read_lines, name="local-cluster-output", daemon=True).start()
         try:
             self._await_ready()
-        except BaseException:
+        except BaseException:  # boundary: cleaned up, then raised again
             self.kill_launcher()
             raise
         return self

@@ -36,7 +36,7 @@ async def abort(context: "grpc.aio.ServicerContext[object, object]", error: Serv
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
     """The error that a peer of ours answered with."""
-    trailers = {key: value for key, value in (error.trailing_metadata() or ())}
+    trailers = dict(error.trailing_metadata() or ())
     field = _text(trailers.get(FIELD_TRAILER))
     message = error.details() or error.code().name
     kind = BY_STATUS.get(error.code().name, Internal)

@@ -135,7 +135,7 @@ class HandoffClient:
                 async with _deadline(self._remaining_s(deadline_s)):
                     call = await self._open(peer, ticket, token_ids, wanted, deadline_s)
                     result = await self._run(stream, call, peer)
-            except BaseException as error:
+            except BaseException as error:  # boundary: told to the span, then raised again
                 outcome = _outcome(error)
                 span.set_status(StatusCode.ERROR, outcome)
                 raise
@@ -186,7 +186,7 @@ class HandoffClient:
         except TimeoutError as error:
             call.cancel()
             raise PeerUnavailable(f"{peer.worker_id} takes no messages") from error
-        except BaseException:
+        except BaseException:  # boundary: cleaned up, then raised again
             call.cancel()
             raise
         return call
@@ -197,7 +197,7 @@ class HandoffClient:
         except ChecksumFailed:
             await call.say_farewell()
             raise
-        except BaseException:
+        except BaseException:  # boundary: cleaned up, then raised again
             call.cancel()
             raise
         ending = asyncio.create_task(call.say_farewell())
