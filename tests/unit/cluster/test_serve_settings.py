@@ -1,0 +1,64 @@
+"""From the command line to settings, secrets included."""
+
+import pytest
+
+from cluster.cli.serve import parse_overrides
+from cluster.serve import complete_secrets
+from cluster.specs import worker_specs
+from core.errors import InvalidArgument
+from core.settings import ServeSettings, load_settings
+
+
+def test_values_are_toml_where_they_parse_and_text_elsewhere() -> None:
+    pairs = [
+        "engine.num_blocks=64",
+        "engine.dtype=float32",
+        "grpc.keepalive_time_s=2.5",
+        "decode_worker.drafters.ngram=none",
+    ]
+    pairs += ["decode_worker.drafters.ngram=none", "engine.hidden_layers=[1, 2]", "model=/a b/c=d"]
+    settings = load_settings(None, parse_overrides(pairs))
+    assert settings.engine.num_blocks == 64
+    assert settings.engine.dtype == "float32"
+    assert settings.grpc.keepalive_time_s == 2.5
+    assert settings.decode_worker.drafters.ngram is None
+    assert settings.engine.hidden_layers == (1, 2)
+    assert settings.model == "/a b/c=d"
+
+
+@pytest.mark.parametrize("pair", ["engine.num_blocks", "=3"])
+def test_a_pair_without_key_or_value_is_refused(pair: str) -> None:
+    with pytest.raises(InvalidArgument, match="key=value"):
+        parse_overrides([pair])
+
+
+def test_missing_ticket_keys_are_drawn_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTRIDER_TICKET_KEYS", raising=False)
+    first, second = (complete_secrets(ServeSettings.model_validate({})).security for _ in range(2))
+    assert first.ticket_keys != second.ticket_keys
+    assert len(bytes.fromhex(first.ticket_keys[0])) == 32
+    assert first.cache_salt_secret != second.cache_salt_secret
+    assert first.bearer_token is None
+
+
+def test_configured_secrets_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_TICKET_KEYS", "bb" * 16)
+    monkeypatch.setenv("OUTRIDER_TOKEN", "from outside")
+    given = complete_secrets(ServeSettings.model_validate({"security": {"ticket_keys": ["aa" * 16]}}))
+    assert given.security.ticket_keys == ("aa" * 16,)
+    assert given.security.bearer_token == "from outside"
+    assert complete_secrets(ServeSettings.model_validate({})).security.ticket_keys == ("bb" * 16,)
+
+
+def test_secrets_are_not_shown_when_settings_are_printed() -> None:
+    settings = complete_secrets(ServeSettings.model_validate({"security": {"bearer_token": "hush"}}))
+    assert settings.security.ticket_keys[0] not in repr(settings)
+    assert "hush" not in repr(settings)
+
+
+def test_workers_of_a_deployment_listen_on_loopback_and_the_router_comes_last() -> None:
+    settings = ServeSettings.model_validate({"prefill": 1, "decode": 2, "listen": "127.0.0.1:7"})
+    specs = worker_specs(settings, "unix:///redis", "127.0.0.1")
+    assert [spec.worker_id for spec in specs] == ["prefill-0", "decode-0", "decode-1", "router-0"]
+    assert [spec.listen for spec in specs] == ["127.0.0.1:0"] * 3 + ["127.0.0.1:7"]
+    assert {spec.listen for spec in worker_specs(settings, "unix:///redis", None)[:-1]} == {None}
