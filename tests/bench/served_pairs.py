@@ -22,7 +22,7 @@ from tests.bench.goodness_of_fit import FitTest, fit
 
 TEMPERATURE = 1.0
 TOP_K = 6
-MAX_TOKENS = 10
+MAX_TOKENS = 8
 """More than the two that are judged: short answers are not drafted for."""
 PROMPT = "red green blue red green blue red green yellow red green"
 FIRST_SEED = 10_000_000
