@@ -16,6 +16,7 @@ HEAD_DIMS = frozenset({16, 32, 64, 80, 96, 128})
 """What the kernel is compiled for."""
 _LOG2_E = 1.4426950408889634
 _UNIT_QUERIES = 48
+_UNITS_PER_THREAD = 4
 
 
 class _StepArrays(ctypes.Structure):
@@ -34,6 +35,7 @@ class _StepArrays(ctypes.Structure):
         ("num_units", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
         ("work", ctypes.c_int32),
+        ("heads_at_once", ctypes.c_int32),
     ]
 
 
@@ -113,6 +115,8 @@ class NativeAttention:
         arrays.num_rows = rows.num_rows
         arrays.num_units = len(units)
         arrays.block_size = self._block_size
+        enough = len(units) >= _UNITS_PER_THREAD * self._num_threads
+        arrays.heads_at_once = self._num_kv_heads if enough else 1
         arrays.work = min(int(rows.positions.sum(dtype=np.int64)) + rows.num_rows, 2**31 - 1)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
@@ -128,7 +132,7 @@ class NativeAttention:
     def _split(self, rows: StepRows) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Work units (sequence, first row, end row): few enough to share loads, enough to feed all threads."""
         largest = max(1, _UNIT_QUERIES // self._group)
-        wanted_units = -(-4 * self._num_threads // self._num_kv_heads)
+        wanted_units = -(-_UNITS_PER_THREAD * self._num_threads // self._num_kv_heads)
         per_unit = min(largest, max(1, rows.num_rows // wanted_units))
         units: list[tuple[int, int, int]] = []
         for sequence, (first, end) in enumerate(zip(rows.row_begin, rows.row_begin[1:], strict=False)):

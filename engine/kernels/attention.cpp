@@ -27,6 +27,7 @@ struct StepArrays {
   int32_t num_units;
   int32_t block_size;
   int32_t work;                    // positions read by all rows together, a guide for threading
+  int32_t heads_at_once;           // KV heads of a task; neither this nor `units` changes a result
 };
 
 // Mirrors `_HeadShape` in attention_native.py.
@@ -143,66 +144,131 @@ void visit_tile(Query<kVectors>& state, const Tile<kVectors>& tile, int count, f
   state.maximum = highest;
 }
 
-// Attention of the rows of one unit for one KV head.
+// Attention of the rows of one unit for some KV heads. Heads lie side by side in a slot, so a task that takes
+// them all reads memory in one stream.
 template <typename T, int kVectors>
 class UnitAttention {
  public:
   UnitAttention(const StepArrays& step, const HeadShape& shape, const T* keys, const T* values)
       : step_(step), shape_(shape), keys_(keys), values_(values), group_(shape.num_heads / shape.num_kv_heads) {}
 
-  void run(const int32_t* unit, int kv_head, const T* qkv, T* output) {
+  void run(const int32_t* unit, int first_head, int num_heads, const T* qkv, T* output) {
     sequence_ = unit[0];
-    kv_head_ = kv_head;
-    const int first_row = unit[1], end_row = unit[2];
-    start_queries(first_row, end_row, qkv);
-    int last = 0;
-    for (int row = first_row; row < end_row; ++row) last = std::max(last, step_.positions[row]);
+    first_row_ = unit[1];
+    end_row_ = unit[2];
+    first_head_ = first_head;
+    num_heads_ = num_heads;
+    start_queries(qkv);
+    int end = 0;
+    for (int row = first_row_; row < end_row_; ++row) end = std::max(end, step_.positions[row] + 1);
     const bool chain = step_.sequence_chain[sequence_] != 0;
-    for (int tile_start = 0; tile_start <= last; tile_start += kTile) {
-      const bool shared = chain || tile_start + kTile <= step_.sequence_start[sequence_];
-      if (shared) read_tile(end_row - 1, tile_start, std::min(kTile, last + 1 - tile_start));
-      for (int row = first_row; row < end_row; ++row) {
-        const int count = std::min(kTile, step_.positions[row] + 1 - tile_start);
-        if (count <= 0) continue;
-        if (!shared) read_tile(row, tile_start, count);
-        for (int head = 0; head < group_; ++head)
-          visit_tile(queries_[(row - first_row) * group_ + head], tile_, count, shape_.scale);
-      }
+    const int shared_end = chain ? end : step_.sequence_start[sequence_] / kTile * kTile;
+    find_slots(end_row_ - 1, 0, std::min(kTile, shared_end), next_slots_);
+    for (int tile_start = 0; tile_start < end; tile_start += kTile) {
+      if (tile_start < shared_end)
+        visit_shared(tile_start, std::min(kTile, end - tile_start), std::min(kTile, shared_end - tile_start - kTile));
+      else
+        visit_own(tile_start);
     }
-    finish_queries(first_row, end_row, output);
+    finish_queries(output);
   }
 
  private:
   static constexpr int kDim = kVectors * kLanes;
+  static constexpr int kFetchedAtOnce = 11;
 
-  void start_queries(int first_row, int end_row, const T* qkv) {
+  Query<kVectors>& query(int row, int head, int member) {
+    return queries_[(static_cast<size_t>(row - first_row_) * num_heads_ + head) * group_ + member];
+  }
+
+  int query_head(int head, int member) const { return (first_head_ + head) * group_ + member; }
+
+  void start_queries(const T* qkv) {
     const int64_t width = static_cast<int64_t>(shape_.num_heads + 2 * shape_.num_kv_heads) * kDim;
-    queries_.resize(static_cast<size_t>(end_row - first_row) * group_);
-    for (int row = first_row; row < end_row; ++row) {
-      for (int head = 0; head < group_; ++head) {
-        Query<kVectors>& state = queries_[(row - first_row) * group_ + head];
-        const T* source = qkv + row * width + (kv_head_ * group_ + head) * kDim;
-        for (int v = 0; v < kVectors; ++v) {
-          store(state.query + v * kLanes, load(source + v * kLanes));
-          store(state.weighted + v * kLanes, splat(0.0f));
+    queries_.resize(static_cast<size_t>(end_row_ - first_row_) * num_heads_ * group_);
+    for (int row = first_row_; row < end_row_; ++row) {
+      for (int head = 0; head < num_heads_; ++head) {
+        for (int member = 0; member < group_; ++member) {
+          Query<kVectors>& state = query(row, head, member);
+          const T* source = qkv + row * width + query_head(head, member) * kDim;
+          for (int v = 0; v < kVectors; ++v) {
+            store(state.query + v * kLanes, load(source + v * kLanes));
+            store(state.weighted + v * kLanes, splat(0.0f));
+          }
+          state.maximum = -INFINITY;
+          state.total = 0.0f;
         }
-        state.maximum = -INFINITY;
-        state.total = 0.0f;
       }
     }
   }
 
-  int64_t slot_of(int row, int position) const {
+  // Slots of positions tile_start … tile_start + count - 1 of `row`'s path.
+  void find_slots(int row, int tile_start, int count, int64_t* slots) const {
     const int start = step_.sequence_start[sequence_];
-    if (position >= start) return step_.tail_slots[step_.tail_begin[row] + position - start];
     const int32_t* blocks = step_.block_ids + step_.sequence_blocks[sequence_];
-    return static_cast<int64_t>(blocks[position / step_.block_size]) * step_.block_size + position % step_.block_size;
+    const int32_t* tail = step_.tail_slots + step_.tail_begin[row];
+    int block = tile_start / step_.block_size, offset = tile_start % step_.block_size;
+    for (int t = 0; t < count; ++t) {
+      const int position = tile_start + t;
+      if (position >= start) {
+        slots[t] = tail[position - start];
+      } else {
+        slots[t] = static_cast<int64_t>(blocks[block]) * step_.block_size + offset;
+        if (++offset == step_.block_size) ++block, offset = 0;
+      }
+    }
   }
 
-  // Positions tile_start … tile_start + count - 1 of `row`'s path; the rest of the tile is zeroed, never read from slots.
-  void read_tile(int row, int tile_start, int count) {
+  // A tile that all rows of the unit see alike; `next_count` positions of the tile behind it are fetched ahead.
+  void visit_shared(int tile_start, int count, int next_count) {
+    std::copy(next_slots_, next_slots_ + kTile, slots_);
+    find_slots(end_row_ - 1, tile_start + kTile, next_count, next_slots_);
+    for (int head = 0; head < num_heads_; ++head) {
+      read_tile(head, count);
+      fetched_ = 0;
+      for (int row = first_row_; row < end_row_; ++row) visit_row(row, head, tile_start, next_count);
+    }
+  }
+
+  // A tile in which the rows of a tree may part.
+  void visit_own(int tile_start) {
+    for (int row = first_row_; row < end_row_; ++row) {
+      const int count = std::min(kTile, step_.positions[row] + 1 - tile_start);
+      if (count <= 0) continue;
+      find_slots(row, tile_start, count, slots_);
+      for (int head = 0; head < num_heads_; ++head) {
+        read_tile(head, count);
+        visit_row(row, head, tile_start, 0);
+      }
+    }
+  }
+
+  void visit_row(int row, int head, int tile_start, int next_count) {
+    const int count = std::min(kTile, step_.positions[row] + 1 - tile_start);
+    if (count <= 0) return;
+    for (int member = 0; member < group_; ++member) {
+      fetch_ahead(std::min(next_count, fetched_ + kFetchedAtOnce), head);
+      visit_tile(query(row, head, member), tile_, count, shape_.scale);
+    }
+  }
+
+  int64_t offset_of(int64_t slot, int head) const { return (slot * shape_.num_kv_heads + first_head_ + head) * kDim; }
+
+  // Spread over the arithmetic, so that the memory is never asked for more than it can have under way.
+  void fetch_ahead(int count, int head) {
+    for (; fetched_ < count; ++fetched_) {
+      const int64_t offset = offset_of(next_slots_[fetched_], head);
+      for (int64_t element = 0; element < kDim; element += 64 / static_cast<int>(sizeof(T))) {
+        __builtin_prefetch(keys_ + offset + element, 0, 2);
+        __builtin_prefetch(values_ + offset + element, 0, 2);
+      }
+    }
+  }
+
+  // K and V of slots_; the keys behind `count` are zeroed, and never read from slots.
+  void read_tile(int head, int count) {
     for (int t = 0; t < count; ++t) {
-      const int64_t offset = (slot_of(row, tile_start + t) * shape_.num_kv_heads + kv_head_) * kDim;
+      const int64_t offset = offset_of(slots_[t], head);
       for (int v = 0; v < kVectors; ++v) {
         store(tile_.keys + t * kDim + v * kLanes, load(keys_ + offset + v * kLanes));
         store(tile_.values + t * kDim + v * kLanes, load(values_ + offset + v * kLanes));
@@ -212,14 +278,16 @@ class UnitAttention {
       for (int v = 0; v < kVectors; ++v) store(tile_.keys + t * kDim + v * kLanes, splat(0.0f));
   }
 
-  void finish_queries(int first_row, int end_row, T* output) {
-    for (int row = first_row; row < end_row; ++row) {
-      for (int head = 0; head < group_; ++head) {
-        const Query<kVectors>& state = queries_[(row - first_row) * group_ + head];
-        T* target = output + (static_cast<int64_t>(row) * shape_.num_heads + kv_head_ * group_ + head) * kDim;
-        const Lanes total = splat(state.total);
-        for (int v = 0; v < kVectors; ++v)
-          store(target + v * kLanes, divide(load(state.weighted + v * kLanes), total));
+  void finish_queries(T* output) {
+    for (int row = first_row_; row < end_row_; ++row) {
+      for (int head = 0; head < num_heads_; ++head) {
+        for (int member = 0; member < group_; ++member) {
+          const Query<kVectors>& state = query(row, head, member);
+          T* target = output + (static_cast<int64_t>(row) * shape_.num_heads + query_head(head, member)) * kDim;
+          const Lanes total = splat(state.total);
+          for (int v = 0; v < kVectors; ++v)
+            store(target + v * kLanes, divide(load(state.weighted + v * kLanes), total));
+        }
       }
     }
   }
@@ -230,7 +298,13 @@ class UnitAttention {
   const T* values_;
   int group_;
   int sequence_ = 0;
-  int kv_head_ = 0;
+  int first_row_ = 0;
+  int end_row_ = 0;
+  int first_head_ = 0;
+  int num_heads_ = 0;
+  int fetched_ = 0;
+  int64_t slots_[kTile] = {};
+  int64_t next_slots_[kTile] = {};
   Tile<kVectors> tile_;
   std::vector<Query<kVectors>> queries_;
 };
@@ -238,13 +312,18 @@ class UnitAttention {
 template <typename T, int kVectors>
 void attend_units(const StepArrays& step, const HeadShape& shape, const T* qkv, const T* keys, const T* values,
                   T* output) {
-  const int num_tasks = step.num_units * shape.num_kv_heads;
+  const int heads_at_once = step.heads_at_once;
+  const int tasks_per_unit = (shape.num_kv_heads + heads_at_once - 1) / heads_at_once;
+  const int num_tasks = step.num_units * tasks_per_unit;
 #pragma omp parallel if (num_tasks > 1 && step.work >= 64)
   {
     UnitAttention<T, kVectors> attention(step, shape, keys, values);
 #pragma omp for schedule(dynamic, 1)
-    for (int task = 0; task < num_tasks; ++task)
-      attention.run(step.units + 3 * (task / shape.num_kv_heads), task % shape.num_kv_heads, qkv, output);
+    for (int task = 0; task < num_tasks; ++task) {
+      const int first_head = task % tasks_per_unit * heads_at_once;
+      const int num_heads = std::min(heads_at_once, shape.num_kv_heads - first_head);
+      attention.run(step.units + 3 * (task / tasks_per_unit), first_head, num_heads, qkv, output);
+    }
   }
 }
 

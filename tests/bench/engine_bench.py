@@ -20,7 +20,7 @@ import torch
 from core.settings import EngineSettings
 from engine.block_table import BlockTable
 from engine.engine import Engine
-from engine.step_batch import SequenceStep
+from engine.step_batch import LogitRows, SequenceStep
 
 TREE_PARENTS = (0, 0, 0, 1, 1, 2, 3, 3)
 """A root with seven nodes in three levels, siblings on each."""
@@ -82,7 +82,7 @@ def step_case(
     """A step of `rows` rows on each table; nothing is committed, so it can be repeated."""
     for table in tables:
         engine.kv.reserve(table, table.num_tokens + rows)
-    logit_rows = "all" if rows <= 64 else "last"
+    logit_rows: LogitRows = "all" if rows <= 64 else "last"
     sequences = [
         SequenceStep(table, table.num_tokens, tuple(range(20, 20 + rows)), parents, logit_rows)
         for table in tables

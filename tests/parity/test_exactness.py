@@ -15,7 +15,7 @@ Backend = Literal["native", "torch"]
 
 
 def load(
-    model: Path, attention: Backend, dtype: Dtype, hidden_layers: tuple[int, ...] = (0, 2), threads: int = 2
+    model: Path, attention: Backend, dtype: Dtype, hidden_layers: tuple[int, ...] = (0, 2), threads: int = 1
 ) -> Engine:
     settings = EngineSettings(
         attention=attention, dtype=dtype, num_threads=threads, num_blocks=256, hidden_layers=hidden_layers

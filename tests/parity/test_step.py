@@ -23,7 +23,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     from tests.support.tiny_model import make_tiny_model
 
     model = make_tiny_model(tmp_path_factory.mktemp("step"))
-    return Engine.load(model, EngineSettings(dtype="float32", num_blocks=32, max_context=64, hidden_layers=(1,)))
+    return Engine.load(
+        model,
+        EngineSettings(dtype="float32", num_blocks=32, num_threads=1, max_context=64, hidden_layers=(1,)),
+    )
 
 
 @pytest.fixture
@@ -146,7 +149,9 @@ def test_the_last_hidden_rows_give_the_logits(engine: Engine, table: BlockTable)
 def test_an_early_exit_is_the_model_cut_short(tmp_path: Path) -> None:
     from tests.support.tiny_model import make_tiny_model
 
-    whole = Engine.load(make_tiny_model(tmp_path / "m"), EngineSettings(dtype="float32", num_blocks=16))
+    whole = Engine.load(
+        make_tiny_model(tmp_path / "m"), EngineSettings(dtype="float32", num_blocks=16, num_threads=1)
+    )
     table = whole.kv.open()
     whole.kv.reserve(table, 8)
     full = whole.step([SequenceStep(table, 0, [1, 2, 3])]).logits
@@ -165,10 +170,10 @@ def test_settings_that_do_not_fit_the_model_are_refused_by_name(tiny_model: Path
 
 
 def test_the_numerics_class_names_what_decides_the_bits(tiny_model: Path) -> None:
-    first = Engine.load(tiny_model, EngineSettings(num_blocks=8)).numerics
+    first = Engine.load(tiny_model, EngineSettings(num_blocks=8, num_threads=1)).numerics
     same = Engine.load(tiny_model, EngineSettings(num_blocks=16, num_threads=1)).numerics
-    other = Engine.load(tiny_model, EngineSettings(num_blocks=8, attention="torch")).numerics
-    wide = Engine.load(tiny_model, EngineSettings(num_blocks=8, dtype="float32")).numerics
+    other = Engine.load(tiny_model, EngineSettings(num_blocks=8, num_threads=1, attention="torch")).numerics
+    wide = Engine.load(tiny_model, EngineSettings(num_blocks=8, num_threads=1, dtype="float32")).numerics
     assert first.digest() == same.digest()
     assert len({first.digest(), other.digest(), wide.digest()}) == 3
 

@@ -61,7 +61,9 @@ class Comparison:
         if self.dtype == "bfloat16":
             if self.agreement >= MIN_BFLOAT16_AGREEMENT:
                 return []
-            return [f"bfloat16: top-1 agrees at {self.agreement:.4f} of positions, not {MIN_BFLOAT16_AGREEMENT}"]
+            return [
+                f"bfloat16: top-1 agrees at {self.agreement:.4f} of positions, not {MIN_BFLOAT16_AGREEMENT}"
+            ]
         found = []
         if not self.max_logit_difference <= MAX_LOGIT_DIFFERENCE:
             found.append(f"float32: max |Δlogit| {self.max_logit_difference:.2e} > {MAX_LOGIT_DIFFERENCE}")
@@ -79,7 +81,9 @@ class Comparison:
         for row in (our_tokens != their_tokens).nonzero().flatten().tolist():
             margin = float(best.values[row, 0] - best.values[row, 1])
             self.disagreements.append(
-                Disagreement(prompt, first_position + row, int(our_tokens[row]), int(their_tokens[row]), margin)
+                Disagreement(
+                    prompt, first_position + row, int(our_tokens[row]), int(their_tokens[row]), margin
+                )
             )
 
 
@@ -114,7 +118,9 @@ def tokenised_prompts(model: Path, count: int) -> list[list[int]]:
     return prompts
 
 
-def our_greedy(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[tuple[list[int], Tensor]]:
+def our_greedy(
+    engine: Engine, prompts: Sequence[list[int]], num_tokens: int
+) -> list[tuple[list[int], Tensor]]:
     """Answers and their logits [num_tokens, vocab], `_BATCH` prompts at a time; an end token does not end it."""
     answers: list[tuple[list[int], Tensor]] = []
     for first in range(0, len(prompts), _BATCH):
@@ -191,8 +197,8 @@ def main() -> int:
     failures: list[str] = []
     for comparison in comparisons:
         print(
-            f"{comparison.dtype}: {comparison.positions} positions, max |Δlogit| {comparison.max_logit_difference:.2e}, "
-            f"same top-1 at {comparison.agreement:.4%}"
+            f"{comparison.dtype}: {comparison.positions} positions, "
+            f"max |Δlogit| {comparison.max_logit_difference:.2e}, same top-1 at {comparison.agreement:.4%}"
         )
         for each in comparison.disagreements:
             print(
