@@ -1,6 +1,7 @@
 """A prefill worker: computes prompts for decode workers, and never samples."""
 
 import asyncio
+import logging
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,9 @@ from prefill.lease import Lease
 from prefill.request import FetchRequest, ServedLimits, check_fetch
 from prefill.runner import ForwardEngine, PrefillRunner
 from prefill.stream import FetchCall, PrefillStream
+
+_LOG = logging.getLogger(__name__)
+_CLOSE_TIMEOUT_S = 2.0
 
 
 class PrefillWorker:
@@ -84,9 +88,16 @@ class PrefillWorker:
         self._started = True
 
     async def close(self) -> None:
-        """Fail what still runs, and end the threads."""
+        """End what still runs with UNAVAILABLE, then the threads."""
         self.draining = True
         self._started = False
+        for lease in self._leases.values():
+            lease.fail(Unavailable(f"{self.identity.worker_id} has stopped"))
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._idle.wait()
+        except TimeoutError:
+            _LOG.warning("%d hand-offs did not end within %s s", len(self._leases), _CLOSE_TIMEOUT_S)
         await self._runner.close()
         self._copies.shutdown(wait=True)
 
