@@ -88,6 +88,24 @@ def test_a_second_sigterm_ends_it_at_once(tiny_model: Path, tmp_path: Path) -> N
     assert ended.wait(10)
 
 
+def test_sigterm_while_the_model_loads_ends_it_at_once(tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "cluster.cli.app", "serve", "--model", str(tiny_model)]
+    launcher = subprocess.Popen(
+        [*command, "--listen", f"127.0.0.1:{free_port()}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stderr is not None
+    assert any("loading" in line for line in launcher.stderr)
+    family = tuple(psutil.Process(launcher.pid).children(recursive=True))
+    launcher.send_signal(signal.SIGTERM)
+    stdout, _ = launcher.communicate(timeout=30)
+    assert "ready" not in stdout
+    assert len(family) > 2
+    assert survivors(family) == []
+
+
 def test_kill_9_of_the_launcher_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     cluster = started(tiny_model, tmp_path)
     family = cluster.processes()
