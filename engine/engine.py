@@ -14,6 +14,7 @@ from core.settings import EngineSettings
 from engine.attention import Attention
 from engine.attention_native import HEAD_DIMS, NativeAttention, rotary_tables
 from engine.attention_torch import TorchAttention
+from engine.huge_pages import advise_huge_pages
 from engine.kv_cache import KvCache, KvLayout
 from engine.llama import Llama, LlamaWeights, load_weights
 from engine.model_config import ModelConfig
@@ -51,6 +52,8 @@ class Engine:
             dtype,
         )
         self.kv = KvCache(layout, settings.num_blocks, device)
+        for plane in (self.kv.keys, self.kv.values):
+            advise_huge_pages(plane)
         self._attention, pointwise = _backends(config, settings, self.kv, self.max_context)
         self.weights = weights
         self._llama = Llama(weights, self._attention, pointwise)

@@ -91,8 +91,7 @@ def test_hidden_planes_hold_the_outputs_of_their_layers(tmp_path: Path) -> None:
     engine.kv.commit(table, 40)
     planes = engine.kv.read_hidden(table, 0, 40)
     for layer, output in enumerate(outputs):
-        whole = output[0] if isinstance(output, tuple) else output
-        assert torch.allclose(planes[layer], whole.reshape(40, -1), atol=2e-5)
+        assert torch.allclose(planes[layer], output.reshape(40, -1), atol=2e-5)
 
 
 @pytest.mark.model

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine import native
+from engine.huge_pages import advise_huge_pages
 from engine.native import NativeKernels, NativeUnavailable, load_kernels
 from engine.pointwise import NativePointwise, TorchPointwise
 
@@ -67,3 +68,11 @@ def test_the_process_has_one_openmp_pool() -> None:
     maps = Path("/proc/self/maps").read_text()
     pools = {line.split()[-1] for line in maps.splitlines() if "gomp" in line or "libiomp" in line}
     assert len(pools) == 1
+
+
+def test_huge_pages_are_advised_for_large_tensors_only() -> None:
+    assert not advise_huge_pages(torch.empty(1000))
+    large = torch.empty(4 * 2**20, dtype=torch.float32)
+    if advise_huge_pages(large):
+        large.fill_(1.0)
+        assert float(large.sum()) == large.numel()
