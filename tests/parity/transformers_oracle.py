@@ -1,6 +1,6 @@
 """Parity with transformers on the same weights, in one command.
 
-    python -m tests.parity.transformers_oracle --model DIR_OR_GGUF [--prompts 50] [--tokens 64] [--output FILE]
+    python -m tests.parity.transformers_oracle [--model NAME] [--prompts 50] [--tokens 64] [--output FILE]
 
 float32: our greedy answers are fed to transformers in one forward each. Its argmax equals our token at
 every position if and only if its own greedy text is ours; a difference is allowed only where its top-2
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from core.settings import EngineSettings
+from core.tokenizer import Tokenizer
 from engine.engine import Engine
 from engine.step_batch import SequenceStep
+from tests.bench.prompts import DEFAULT_MODEL, OWN_PROMPTS, model_directory, read_prompts
 
 MAX_LOGIT_DIFFERENCE = 1e-3
 MIN_BFLOAT16_AGREEMENT = 0.97
 _BATCH = 8
-_PROMPT_FILE = Path(__file__).parents[1] / "prompts" / "classes.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +106,9 @@ def _their_source(model: Path) -> tuple[str, dict[str, Any]]:
 
 
 def tokenised_prompts(model: Path, count: int) -> list[list[int]]:
-    """The project's own prompts through transformers' tokenizer and chat template."""
-    from transformers import AutoTokenizer
-
-    name, options = _their_source(model)
-    tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    prompts = []
-    for line in _PROMPT_FILE.read_text().splitlines()[:count]:
-        messages = [{"role": "user", "content": json.loads(line)["turns"][0]}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompts.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    return prompts
+    """The project's own prompts as the router would tokenise them (`tokenizer_oracle` proves those ids)."""
+    prompts = read_prompts(OWN_PROMPTS, Tokenizer.from_directory(model), count)
+    return [list(prompt.token_ids) for prompt in prompts]
 
 
 def our_greedy(
@@ -187,13 +180,13 @@ def compare(model: Path, num_prompts: int, num_tokens: int, threads: int) -> lis
 def main() -> int:
     """Compare, print, write; the exit code tells."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="Alias, directory or .gguf file.")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    comparisons = compare(options.model, options.prompts, options.tokens, options.threads)
+    comparisons = compare(model_directory(options.model), options.prompts, options.tokens, options.threads)
     failures: list[str] = []
     for comparison in comparisons:
         print(
