@@ -53,14 +53,15 @@ def cache_salt_secret() -> str | None:
 def compute_thread_variables(num_threads: int) -> dict[str, str]:
     """Variables that fix a process's compute threads. They must be set before torch is loaded.
 
-    Idle threads sleep at once unless the user says otherwise: several workers share the cores, and a thread that
-    spins takes the time of one that computes. Few arenas keep memory small.
+    A thread that waits for the next parallel region spins for some ten microseconds before it sleeps: waking it
+    costs a third of a step, but several workers share the cores, and one that spins for long takes the time of
+    another that computes. Few arenas keep memory small.
     """
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         "OPENBLAS_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": _value("OMP_WAIT_POLICY") or "PASSIVE",
+        "GOMP_SPINCOUNT": _value("GOMP_SPINCOUNT") or "10000",
         "MALLOC_ARENA_MAX": _value("MALLOC_ARENA_MAX") or "2",
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -31,9 +31,9 @@ def test_secrets_can_be_taken_out_of_the_environment(monkeypatch: pytest.MonkeyP
     assert "OUTRIDER_TOKEN" not in environment.child_environment({})
 
 
-def test_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert environment.compute_thread_variables(2)["OMP_WAIT_POLICY"] == "PASSIVE"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+def test_threads_spin_briefly_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert environment.compute_thread_variables(2)["GOMP_SPINCOUNT"] == "10000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
     variables = environment.compute_thread_variables(2)
-    assert (variables["OMP_WAIT_POLICY"], variables["OMP_NUM_THREADS"]) == ("ACTIVE", "2")
+    assert (variables["GOMP_SPINCOUNT"], variables["OMP_NUM_THREADS"]) == ("5", "2")
