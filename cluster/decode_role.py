@@ -3,7 +3,7 @@
 import asyncio
 from typing import Self
 
-from cluster.engines import load_engine, worker_record
+from cluster.engines import load_engine, on_passing_thread, worker_record
 from cluster.roles import Surroundings, model_directory
 from cluster.specs import WorkerSpec
 from core.records import WorkerRecord
@@ -26,9 +26,9 @@ class DecodeRole:
     async def build(cls, spec: WorkerSpec, around: Surroundings) -> Self:
         """See `cluster.roles.build_role`."""
         settings = spec.settings
-        engine = await asyncio.to_thread(load_engine, spec)
+        engine = await on_passing_thread(lambda: load_engine(spec))
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.from_directory(model_directory(spec)))
-        worker = await asyncio.to_thread(
+        worker = await on_passing_thread(
             lambda: DecodeWorker(
                 engine,
                 settings.decode_worker,

@@ -1,7 +1,10 @@
 """Loading the engine of a worker and describing it to the registry; shared by prefill and decode."""
 
+import asyncio
 import os
-from typing import Final
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
 
 from cluster.roles import Surroundings, model_directory
 from cluster.specs import WorkerSpec
@@ -11,7 +14,21 @@ from core.settings import EngineSettings
 from decode.drafters.registry import required_hidden_layers
 from engine.engine import Engine
 
+Result = TypeVar("Result")
 _NO_DRAFTERS: Final[tuple[str, ...]] = ()
+
+
+async def on_passing_thread(call: Callable[[], Result]) -> Result:
+    """Run `call` on a thread that ends with it.
+
+    Whatever thread enters an OpenMP region owns a pool of threads from then on. Two living pools are more threads
+    than cores, and then OpenMP gives up spinning: every step of the engine's thread would cost a third more.
+    """
+    executor = ThreadPoolExecutor(1, thread_name_prefix="passing")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, call)
+    finally:
+        executor.shutdown(wait=False)
 
 
 def load_engine(spec: WorkerSpec) -> Engine:

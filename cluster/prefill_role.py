@@ -1,9 +1,8 @@
 """The prefill worker as a role of a worker process."""
 
-import asyncio
 from typing import Self
 
-from cluster.engines import load_engine, worker_record
+from cluster.engines import load_engine, on_passing_thread, worker_record
 from cluster.roles import Surroundings
 from cluster.specs import WorkerSpec
 from core.records import WorkerRecord
@@ -26,8 +25,8 @@ class PrefillRole:
     async def build(cls, spec: WorkerSpec, around: Surroundings) -> Self:
         """See `cluster.roles.build_role`."""
         settings = spec.settings
-        engine = await asyncio.to_thread(load_engine, spec)
-        await asyncio.to_thread(engine.warm_up)
+        engine = await on_passing_thread(lambda: load_engine(spec))
+        await on_passing_thread(engine.warm_up)
         worker = PrefillWorker(
             engine,
             settings.prefill_worker,

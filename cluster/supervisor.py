@@ -40,8 +40,10 @@ _RAY_VARIABLES: Final = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_kill_idle_workers_interval_ms": "200",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",
 }
-"""A small, quiet Ray. Its memory monitor would kill workers for what other processes of the machine use."""
+"""A small, quiet Ray. Its memory monitor would kill workers for what other processes of the machine use, and its
+usual niceness of 15 would let any other process starve them."""
 
 
 class Events:
