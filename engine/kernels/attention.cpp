@@ -99,8 +99,14 @@ struct Query {
   float total;
 };
 
+// What one tile adds to one query: softmax weights against the new maximum, and the decay of what was there.
+struct TileWeights {
+  alignas(64) float weights[kTile];
+  alignas(64) float decay[kLanes];
+};
+
 template <int kVectors>
-void visit_tile(Query<kVectors>& state, const Tile<kVectors>& tile, int count, float scale) {
+void weigh_tile(Query<kVectors>& state, const Tile<kVectors>& tile, int count, float scale, TileWeights& result) {
   constexpr int kDim = kVectors * kLanes;
   Lanes query[kVectors];
   for (int v = 0; v < kVectors; ++v) query[v] = load(state.query + v * kLanes);
@@ -121,27 +127,48 @@ void visit_tile(Query<kVectors>& state, const Tile<kVectors>& tile, int count, f
     scores[half] = keep(first_lanes(count - half * kLanes), scaled, -INFINITY);
   }
   const float highest = std::max(state.maximum, largest(maximum(scores[0], scores[1])));
-  alignas(64) float weights[kTile];
   Lanes weight_sum = splat(0.0f);
   for (int half = 0; half < 2; ++half) {
     const int valid = std::max(0, count - half * kLanes);
     const Lanes weight = keep(first_lanes(valid), power_of_two(subtract(scores[half], splat(highest))), 0.0f);
-    store(weights + half * kLanes, weight);
+    store(result.weights + half * kLanes, weight);
     weight_sum = add(weight_sum, weight);
   }
-  const Lanes decay = power_of_two(splat(state.maximum - highest));
-  Lanes weighted[kVectors];
-  for (int v = 0; v < kVectors; ++v) weighted[v] = multiply(load(state.weighted + v * kLanes), decay);
-  for (int t = 0; t < count; ++t) {
-    const Lanes weight = splat(weights[t]);
-    for (int v = 0; v < kVectors; ++v)
-      weighted[v] = fused(weight, load(tile.values + t * kDim + v * kLanes), weighted[v]);
-  }
-  for (int v = 0; v < kVectors; ++v) store(state.weighted + v * kLanes, weighted[v]);
-  alignas(64) float decay_lanes[kLanes];
-  store(decay_lanes, decay);
-  state.total = std::fma(state.total, decay_lanes[0], sum(weight_sum));
+  store(result.decay, power_of_two(splat(state.maximum - highest)));
+  state.total = std::fma(state.total, result.decay[0], sum(weight_sum));
   state.maximum = highest;
+}
+
+// Visits a tile with kMembers queries at once: their sums are independent chains, each in the order of positions.
+// `pause` is called after each query's weights: work that hides behind the arithmetic.
+template <int kVectors, int kMembers, typename Pause>
+void visit_tile(Query<kVectors>* states, const Tile<kVectors>& tile, int count, float scale, Pause pause) {
+  constexpr int kDim = kVectors * kLanes;
+  TileWeights tile_weights[kMembers];
+  Lanes weighted[kMembers][kVectors];
+  for (int m = 0; m < kMembers; ++m) {
+    weigh_tile(states[m], tile, count, scale, tile_weights[m]);
+    pause();
+    const Lanes decay = load(tile_weights[m].decay);
+    for (int v = 0; v < kVectors; ++v) weighted[m][v] = multiply(load(states[m].weighted + v * kLanes), decay);
+  }
+  for (int t = 0; t < count; ++t) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Lanes value = load(tile.values + t * kDim + v * kLanes);
+      for (int m = 0; m < kMembers; ++m)
+        weighted[m][v] = fused(splat(tile_weights[m].weights[t]), value, weighted[m][v]);
+    }
+  }
+  for (int m = 0; m < kMembers; ++m)
+    for (int v = 0; v < kVectors; ++v) store(states[m].weighted + v * kLanes, weighted[m][v]);
+}
+
+template <int kVectors, typename Pause>
+void visit_tile(Query<kVectors>* states, int num_members, const Tile<kVectors>& tile, int count, float scale,
+                Pause pause) {
+  for (; num_members >= 3; num_members -= 3, states += 3) visit_tile<kVectors, 3>(states, tile, count, scale, pause);
+  if (num_members == 2) visit_tile<kVectors, 2>(states, tile, count, scale, pause);
+  if (num_members == 1) visit_tile<kVectors, 1>(states, tile, count, scale, pause);
 }
 
 // Attention of the rows of one unit for some KV heads. Heads lie side by side in a slot, so a task that takes
@@ -175,7 +202,6 @@ class UnitAttention {
 
  private:
   static constexpr int kDim = kVectors * kLanes;
-  static constexpr int kFetchedAtOnce = 11;
 
   Query<kVectors>& query(int row, int head, int member) {
     return queries_[(static_cast<size_t>(row - first_row_) * num_heads_ + head) * group_ + member];
@@ -223,40 +249,41 @@ class UnitAttention {
   void visit_shared(int tile_start, int count, int next_count) {
     std::copy(next_slots_, next_slots_ + kTile, slots_);
     find_slots(end_row_ - 1, tile_start + kTile, next_count, next_slots_);
+    num_next_ = std::max(0, next_count);
     for (int head = 0; head < num_heads_; ++head) {
-      read_tile(head, count);
       fetched_ = 0;
-      for (int row = first_row_; row < end_row_; ++row) visit_row(row, head, tile_start, next_count);
+      fetch_ahead(head);
+      read_tile(head, count);
+      for (int row = first_row_; row < end_row_; ++row) visit_row(row, head, tile_start);
     }
   }
 
   // A tile in which the rows of a tree may part.
   void visit_own(int tile_start) {
+    num_next_ = 0;
     for (int row = first_row_; row < end_row_; ++row) {
       const int count = std::min(kTile, step_.positions[row] + 1 - tile_start);
       if (count <= 0) continue;
       find_slots(row, tile_start, count, slots_);
       for (int head = 0; head < num_heads_; ++head) {
         read_tile(head, count);
-        visit_row(row, head, tile_start, 0);
+        visit_row(row, head, tile_start);
       }
     }
   }
 
-  void visit_row(int row, int head, int tile_start, int next_count) {
+  void visit_row(int row, int head, int tile_start) {
     const int count = std::min(kTile, step_.positions[row] + 1 - tile_start);
     if (count <= 0) return;
-    for (int member = 0; member < group_; ++member) {
-      fetch_ahead(std::min(next_count, fetched_ + kFetchedAtOnce), head);
-      visit_tile(query(row, head, member), tile_, count, shape_.scale);
-    }
+    visit_tile(&query(row, head, 0), group_, tile_, count, shape_.scale, [this, head] { fetch_ahead(head); });
   }
 
   int64_t offset_of(int64_t slot, int head) const { return (slot * shape_.num_kv_heads + first_head_ + head) * kDim; }
 
-  // Spread over the arithmetic, so that the memory is never asked for more than it can have under way.
-  void fetch_ahead(int count, int head) {
-    for (; fetched_ < count; ++fetched_) {
+  // The next part of the tile behind this one, spread over the work so that the memory always has some under way.
+  void fetch_ahead(int head) {
+    const int end = std::min(num_next_, fetched_ + kTile / 4);
+    for (; fetched_ < end; ++fetched_) {
       const int64_t offset = offset_of(next_slots_[fetched_], head);
       for (int64_t element = 0; element < kDim; element += 64 / static_cast<int>(sizeof(T))) {
         __builtin_prefetch(keys_ + offset + element, 0, 2);
@@ -302,6 +329,7 @@ class UnitAttention {
   int end_row_ = 0;
   int first_head_ = 0;
   int num_heads_ = 0;
+  int num_next_ = 0;
   int fetched_ = 0;
   int64_t slots_[kTile] = {};
   int64_t next_slots_[kTile] = {};
