@@ -46,6 +46,8 @@ class DecodeLoop:
         self._roster = self._lifecycle.roster
         self._stepper = Stepper(target, self._lifecycle, drafting, settings.step_tokens, clock, metrics)
         self.num_failed_steps = 0
+        self.num_failed_checks = 0
+        self._idle = True
 
     def enqueue(self, request: Request) -> None:
         """Queue a request; its `on_admitted` is called when its table has been opened."""
@@ -100,6 +102,9 @@ class DecodeLoop:
             self._fail_batch()
             worked = True
         self._flush()
+        if not worked and not self._idle:
+            self._check_idle()
+        self._idle = not worked
         return worked
 
     def gauges(self) -> LoadGauges:
@@ -130,6 +135,14 @@ class DecodeLoop:
     def drop_cached(self) -> None:
         """Forget the prefix cache."""
         self._kv.drop_cached()
+
+    def _check_idle(self) -> None:
+        """Invariants, each time that the batch runs empty. A broken one is told and counted; serving goes on."""
+        try:
+            self.check()
+        except Exception:  # boundary: what is broken must be seen, and must not end the other requests
+            self.num_failed_checks += 1
+            _LOG.exception("an invariant of the decode worker is broken")
 
     def _let_in(self) -> None:
         self._room.retry_reservations(alone=not self._roster.is_moving)

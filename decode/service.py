@@ -141,7 +141,7 @@ def worker_status(worker: DecodeWorker, model: str = "", metrics_address: str = 
         process_id=os.getpid(),
         drafters=sorted(worker.drafters),
         metrics_address=metrics_address,
-        counters=worker.metrics.totals(),
+        counters={**worker.metrics.totals(), **worker.faults()},
     )
 
 

@@ -166,6 +166,13 @@ class DecodeWorker:
         """Raise on a broken invariant; when idle, on anything left over."""
         await self._thread.call(self._loop.check)
 
+    def faults(self) -> dict[str, float]:
+        """Steps that failed, and invariants found broken, in this worker's life. Both should stay 0."""
+        return {
+            "failed_steps": float(self._loop.num_failed_steps),
+            "failed_checks": float(self._loop.num_failed_checks),
+        }
+
     async def drop_cached(self) -> None:
         """Forget the prefix cache (tests, benchmarks)."""
         await self._thread.call(self._loop.drop_cached)

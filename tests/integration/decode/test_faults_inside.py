@@ -16,6 +16,7 @@ from decode.draft import Draft
 from decode.drafters.none import NoneDrafter
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
 from decode.outbox import Delta
+from engine.kv_layout import InvariantBroken
 from engine.step_batch import SequenceStep, StepResult
 from tests.integration.decode.conftest import prompt_of
 from tests.support.decode_stand import DecodeStand, decode_stand
@@ -119,6 +120,26 @@ async def test_a_step_that_fails_ends_its_requests_and_the_worker_lives_on(
     assert isinstance((await stand.answer(stand.request(prompt_of(20), SAMPLED))).error, Internal)
     await stand.idle()
     assert (await stand.ask(prompt_of(20), SAMPLED)).ids == expected.ids
+    assert stand.worker.faults() == {"failed_steps": 1.0, "failed_checks": 0.0}
+
+
+async def test_a_broken_invariant_is_counted_when_the_batch_runs_empty_and_serving_goes_on(
+    stand: DecodeStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await stand.ask(prompt_of(20), SAMPLED)
+    real_check = stand.worker.engine.kv.check
+    failures = iter([True])
+
+    def check() -> None:
+        if next(failures, False):
+            raise InvariantBroken("a block is lost")
+        real_check()
+
+    await stand.idle()
+    monkeypatch.setattr(stand.worker.engine.kv, "check", check)
+    assert (await stand.ask(prompt_of(20), SAMPLED)).ids == expected.ids
+    assert (await stand.ask(prompt_of(20), SAMPLED)).ids == expected.ids
+    assert stand.worker.faults()["failed_checks"] == 1
 
 
 async def test_a_slow_reader_is_not_scheduled_then_ended_and_the_batch_never_waits(
