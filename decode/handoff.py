@@ -58,13 +58,17 @@ _ENDING_S = 2.0
 
 
 class _Connection:
-    """One channel to one life of a prefill worker; the handshake is made once on it."""
+    """One channel to one life of a prefill worker; the handshake is made once on it.
+
+    `silences` counts handshakes without an answer: who waited behind one has waited long enough.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.stub = prefill_pb2_grpc.PrefillStub(channel)
         self.lock = asyncio.Lock()
         self.compatible = False
+        self.silences = 0
 
 
 class HandoffClient:
@@ -211,7 +215,10 @@ class HandoffClient:
             await self._forget_earlier_lives(peer)
             connection = _Connection(grpc.aio.insecure_channel(peer.address, options=self._options))
             self._connections[peer] = connection
+        silences = connection.silences
         async with connection.lock:
+            if connection.silences != silences:
+                raise PeerUnavailable(f"{peer.worker_id} does not answer the handshake")
             if not connection.compatible:
                 await self._shake_hands(peer, connection, timeout_s)
         return connection
@@ -227,6 +234,7 @@ class HandoffClient:
             )
         except AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                connection.silences += int(timeout_s is None or timeout_s >= limit_s)
                 raise PeerUnavailable(f"{peer.worker_id} does not answer the handshake") from error
             raise _from_status(error, peer) from error
         if (reply.peer.worker_id, reply.peer.epoch) != (peer.worker_id, peer.epoch):

@@ -170,8 +170,8 @@ class Lifecycle:
         return self._room.victim([*self.roster.running.values(), *holders])
 
     def computed(self, item: Prefilling) -> None:
-        """A choice's past is computed: it steps with the others from now on."""
-        del self.roster.prefilling[item.key]
+        """A choice's past is computed: it steps with the others from now on. Of a prompt: its choices have begun."""
+        self.roster.prefilling.pop(item.key, None)
         if item.choice is not None:
             self._run(item.choice, again=True)
 

@@ -80,9 +80,14 @@ class Room:
     def reserve(self, request: Request, num_tokens: int, answer: Callable[[Exception | None], None]) -> None:
         """Reserve the prompt table up to `num_tokens`, now or when blocks are given back, then `answer(None)`.
 
-        `answer(Requeued())`: the request is in the queue again.
+        `answer(Requeued())`: the request is in the queue again. One that holds the blocks already (a hand-off
+        that broke) waits behind nobody: the others may wait for what it holds.
         """
-        self._reserving.append(_Reserving(request, num_tokens, answer))
+        table = request.prompt_table
+        assert table is not None
+        holds_all = len(table.block_ids) >= self._kv.layout.blocks_for(num_tokens)
+        place = 0 if holds_all else len(self._reserving)
+        self._reserving.insert(place, _Reserving(request, num_tokens, answer))
         self.retry_reservations(alone=False)
 
     def retry_reservations(self, alone: bool) -> None:

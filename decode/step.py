@@ -197,9 +197,9 @@ class Stepper:
         self._metrics.tokens("prefilled", rows)
         if item.rows_left:
             return
-        self._lifecycle.computed(item)
         if item.choice is None:
             self._lifecycle.begin(item.request, result.logits[result.logits_start[sequence]])
+        self._lifecycle.computed(item)
 
 
 def _sequence_of(item: _Stepping) -> SequenceStep:

@@ -12,7 +12,8 @@ import torch
 from core.errors import Internal, Overloaded
 from core.records import SamplingParams, SpeculationParams
 from core.settings import DecodeSettings
-from decode.draft import Draft
+from decode import lifecycle
+from decode.draft import Draft, Verdict
 from decode.drafters.none import NoneDrafter
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
 from decode.outbox import Delta
@@ -121,6 +122,26 @@ async def test_a_step_that_fails_ends_its_requests_and_the_worker_lives_on(
     await stand.idle()
     assert (await stand.ask(prompt_of(20), SAMPLED)).ids == expected.ids
     assert stand.worker.faults() == {"failed_steps": 1.0, "failed_checks": 0.0}
+
+
+async def test_a_first_token_that_cannot_be_drawn_for_a_fault_of_ours_ends_its_request(
+    stand: DecodeStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[bool] = []
+
+    def broken(*_: object) -> list[Verdict]:
+        raised.append(True)
+        raise RuntimeError("drawing broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lifecycle, "verify", broken)
+        own = await stand.answer(stand.request(prompt_of(40), SAMPLED, peers=[]), timeout_s=10)
+        handed_over = await stand.answer(stand.request(prompt_of(40, 1), SAMPLED), timeout_s=10)
+    assert len(raised) == 2
+    assert isinstance(own.error, Internal)
+    assert isinstance(handed_over.error, Internal)
+    await stand.idle()
+    assert len((await stand.ask(prompt_of(40), SAMPLED, peers=[])).ids) == 24
 
 
 async def test_a_broken_invariant_is_counted_when_the_batch_runs_empty_and_serving_goes_on(

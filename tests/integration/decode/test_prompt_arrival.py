@@ -1,6 +1,8 @@
 """Where a prompt's KV comes from, and what happens when it does not come (CASES B29, S11)."""
 
 import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +16,7 @@ from core.errors import DataLoss, FailedPrecondition, Unavailable
 from core.grpc_server import make_server
 from core.records import PrefillPeer, SamplingParams, SpeculationParams
 from core.settings import DecodeSettings, EngineSettings, GrpcSettings, HandoffSettings
+from decode.handoff import HandoffSink, PeerUnavailable
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
 from prefill.service import PrefillService
 from tests.integration.decode.conftest import prompt_of
@@ -89,6 +92,55 @@ async def test_a_dead_peer_is_passed_for_the_next_one_and_then_for_own_prefill(
         other_life = await stand.ask(prompt_of(40), SAMPLED, peers=[reborn], salt=b"3")
         assert (outcome(other_life), other_life.ids) == ("own_prefill", expected.ids)
         await stand.idle()
+
+
+async def test_a_broken_hand_off_does_not_wait_for_blocks_behind_one_that_waits_for_its_own(
+    tiny_model: Path, script: Path, all_drafters: DecodeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = EngineSettings(dtype="float32", num_threads=1, block_size=BLOCK, num_blocks=20)
+    reserved: list[int] = []
+    first_reserved, broken = asyncio.Event(), asyncio.Event()
+
+    async def fetch(
+        _: PrefillPeer, __: object, token_ids: list[int], ___: int, sink: HandoffSink, ____: object
+    ) -> None:
+        if len(token_ids) == 10 * BLOCK:
+            await sink.reserve(len(token_ids))
+            first_reserved.set()
+            await broken.wait()
+        else:
+            asyncio.get_running_loop().call_later(0.2, broken.set)
+            await sink.reserve(len(token_ids))
+        reserved.append(len(token_ids))
+        raise PeerUnavailable("the peer is gone")
+
+    async with decode_stand(tiny_model, script, decode=all_drafters, engine=engine) as stand:
+        prefix = prompt_of(6 * BLOCK, 5)
+        await stand.ask(prefix, replace(SAMPLED, max_tokens=1), peers=[])
+        monkeypatch.setattr(stand.worker._client, "fetch", fetch)
+        first = asyncio.create_task(stand.answer(stand.request(prompt_of(10 * BLOCK), SAMPLED), 20))
+        await first_reserved.wait()
+        second = await stand.answer(stand.request([*prefix, *prompt_of(6 * BLOCK, 9)], SAMPLED), 20)
+        assert reserved == [10 * BLOCK, 12 * BLOCK], "nobody had to wait"
+        for answer in (await first, second):
+            assert answer.error is None
+            assert len(answer.ids) == SAMPLED.max_tokens
+        await stand.idle()
+
+
+async def test_requests_wait_for_a_silent_peer_together_not_one_after_another(
+    tiny_model: Path, script: Path, all_drafters: DecodeSettings
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = PrefillPeer("prefill-9", "0" * 32, f"127.0.0.1:{silent.getsockname()[1]}")
+        async with decode_stand(tiny_model, script, decode=all_drafters, handoff=FAST) as stand:
+            started_s = time.monotonic()
+            answers = await asyncio.gather(
+                *(stand.ask(prompt_of(40, number), SAMPLED, peers=[peer]) for number in range(8))
+            )
+            assert time.monotonic() - started_s < 6 * FAST.progress_timeout_s
+            assert {outcome(answer) for answer in answers} == {"own_prefill"}
+            await stand.idle()
 
 
 async def test_a_strict_worker_refuses_rather_than_prefills(
