@@ -1,5 +1,6 @@
 """Attempts at one answer: place, sign, call, relay; and again elsewhere from the tokens sent when a worker is lost."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -91,12 +92,13 @@ class Attempts:
         self._drafter = ""
         self._losses = 0
         self._wait_until_s: float | None = None
+        self._streaming = False
 
     async def run(self, arrived_s: float, queue_s: float) -> None:
         """Answers the request. Raises the ServiceError that it ends with where no attempt brings it to its end.
 
         At most `max_attempts` workers may be lost. A full worker is no loss: another one is asked, and an answer that
-        has begun waits for room.
+        has begun waits for room. A worker that took the request is overloaded by a slow reader only: that is the end.
         """
         busy: frozenset[str] = frozenset()
         failure: ServiceError = Unavailable("no decode worker is ready")
@@ -107,6 +109,8 @@ class Attempts:
             try:
                 finished = await self._attempt(placement)
             except Overloaded as error:
+                if self._streaming:
+                    raise
                 busy, failure = busy | {placement.decode.epoch}, error
             except (WorkerLost, FailedPrecondition) as error:
                 if isinstance(error, FailedPrecondition) and not (error.field or "").startswith(_OTHER_LIFE):
@@ -151,6 +155,7 @@ class Attempts:
     async def _attempt(self, placement: Placement) -> decode_pb2.DecodeFinished:
         """One call to a decode worker, relayed. Returns its last message, not yet relayed."""
         worker = placement.decode
+        self._streaming = False
         plan = self._services.plan_drafting(self._prepared, worker)
         self._state.begin_attempt(plan.fallback)
         self._drafter = plan.speculation.drafter
@@ -162,6 +167,7 @@ class Attempts:
             stream = self._services.calls.generate(worker, request, self._remaining_s())
             async with aclosing(stream) as events:  # type: ignore[type-var]
                 async for event in events:
+                    self._streaming = True
                     await self._begin(placement, plan)
                     if event.HasField("delta"):
                         for hold in prefill_holds:
@@ -195,7 +201,7 @@ class Attempts:
         )
         if plan.speculation.draft_length is not None:
             started.draft_length = plan.speculation.draft_length
-        await self._write(inference_pb2.GenerateResponse(started=started))
+        await self._send(inference_pb2.GenerateResponse(started=started))
 
     async def _relay(self, delta: decode_pb2.DecodeDelta) -> None:
         self._state.take(delta)
@@ -207,7 +213,15 @@ class Attempts:
         message = inference_pb2.Delta(
             index=delta.index, text=delta.text, token_ids=delta.token_ids, logprobs=delta.logprobs
         )
-        await self._write(inference_pb2.GenerateResponse(delta=message))
+        await self._send(inference_pb2.GenerateResponse(delta=message))
+
+    async def _send(self, message: inference_pb2.GenerateResponse) -> None:
+        """Waits for the client's flow control, but not for ever. Raises Overloaded."""
+        try:
+            async with asyncio.timeout(self._services.settings.slow_reader_timeout_s):
+                await self._write(message)
+        except TimeoutError:
+            raise Overloaded("the caller reads too slowly") from None
 
     def _finished_without_worker(self) -> decode_pb2.DecodeFinished | None:
         """A worker lost after its last token costs nothing: all that it had to say is known."""
@@ -238,7 +252,7 @@ class Attempts:
             trace_id=trace_id_of(),
             attempts=self._outcome.attempts,
         )
-        await self._write(inference_pb2.GenerateResponse(finished=message))
+        await self._send(inference_pb2.GenerateResponse(finished=message))
 
     def _remember(self, placement: Placement) -> None:
         self._services.placer.remember_answer(self._prepared, self._state.token_ids[0], placement.decode)

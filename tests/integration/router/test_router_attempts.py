@@ -120,6 +120,19 @@ async def test_a_full_worker_hands_over_to_another_and_two_full_ones_shed_with_a
     assert trailers["outrider-retry-after-ms"] == "250"
 
 
+async def test_an_answer_that_its_worker_ends_for_a_slow_reader_is_not_begun_again() -> None:
+    async with router_stand(num_workers=2) as stand:
+        once = deque([Fault("overloaded", 9)])
+        for worker in stand.workers:
+            worker.faults = once
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stand.inference.Generate(request("hello", 20)))
+        assert sum(len(worker.fired) for worker in stand.workers) == 1
+        assert sum(len(worker.requests) for worker in stand.workers) == 1
+        await stand.idle()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_the_deadline_and_the_trace_context_reach_the_worker() -> None:
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with router_stand() as stand:

@@ -185,3 +185,18 @@ async def test_a_client_that_does_not_read_holds_back_the_worker_and_nobody_else
         call.cancel()
         await stand.idle()
         assert worker.running == 0
+
+
+async def test_a_client_that_never_reads_again_loses_its_place_and_ends_with_a_status() -> None:
+    async with router_stand(settings=FAST.model_copy(update={"slow_reader_timeout_s": 0.5})) as stand:
+        worker = stand.workers[0]
+        worker.text_bytes = 256 * 1024
+        call = stand.inference.Generate(request("slow", 600))
+        await call.read()
+        await stand.idle()
+        assert worker.running == 0
+        assert 0 < worker.sent_deltas < 150
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
