@@ -141,7 +141,9 @@ def _check_sampling(sampling: SamplingParams, limits: JobLimits) -> None:
     _require(0.0 < sampling.top_p <= 1.0, "sampling.top_p", "must be in (0, 1]")
     _require(0.0 <= sampling.min_p <= 1.0, "sampling.min_p", "must be in [0, 1]")
     _require(sampling.top_k >= 0, "sampling.top_k", "must not be negative")
-    _require(0.0 < sampling.repetition_penalty <= 1e4, "sampling.repetition_penalty", "must be above 0")
+    _require(
+        1e-4 <= sampling.repetition_penalty <= 1e4, "sampling.repetition_penalty", "must be 0.0001 to 10000"
+    )
     for name in ("presence_penalty", "frequency_penalty"):
         _require(abs(getattr(sampling, name)) <= 1e4, f"sampling.{name}", "is out of range")
     _check_ids("sampling.logit_bias", tuple(sampling.logit_bias), limits.vocab_size)

@@ -9,6 +9,7 @@ from outrider.v1 import common_pb2
 
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 10.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 1024
@@ -48,7 +49,9 @@ def check_sampling(
         top_k=message.top_k,
         top_p=_positive(message, "top_p", 1.0, 1.0),
         min_p=_number(message, "min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=_positive(message, "repetition_penalty", 1.0, MAX_REPETITION_PENALTY),
+        repetition_penalty=_number(
+            message, "repetition_penalty", 1.0, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        ),
         presence_penalty=_number(message, "presence_penalty", 0.0, -MAX_PENALTY, MAX_PENALTY),
         frequency_penalty=_number(message, "frequency_penalty", 0.0, -MAX_PENALTY, MAX_PENALTY),
         logit_bias=_logit_bias(message, vocab_size),

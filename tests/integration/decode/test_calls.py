@@ -32,7 +32,7 @@ BAD: dict[str, list[dict[str, object]]] = {
     "sampling.top_p": [{"top_p": 0.0}, {"top_p": 1.1}, {"top_p": float("nan")}],
     "sampling.min_p": [{"min_p": -0.1}, {"min_p": 1.1}],
     "sampling.top_k": [{"top_k": -1}],
-    "sampling.repetition_penalty": [{"repetition_penalty": 0.0}],
+    "sampling.repetition_penalty": [{"repetition_penalty": 0.0}, {"repetition_penalty": 1e-42}],
     "sampling.frequency_penalty": [{"frequency_penalty": float("inf")}],
     "sampling.logit_bias": [
         {"logit_bias": {VOCAB: 1.0}},

@@ -87,7 +87,7 @@ BAD: list[tuple[str, Change]] = [
     ("sampling.top_k", sampling(top_k=-1)),
     *[
         ("sampling.repetition_penalty", sampling(repetition_penalty=value))
-        for value in (0.0, -1.0, 11.0, math.inf)
+        for value in (0.0, -1.0, 1e-42, 11.0, math.inf)
     ],
     *[("sampling.presence_penalty", sampling(presence_penalty=value)) for value in (-2.1, 2.1, math.nan)],
     *[("sampling.frequency_penalty", sampling(frequency_penalty=value)) for value in (-2.1, 2.1, math.inf)],
