@@ -124,7 +124,9 @@ class RouterSettings(Section):
     registry_poll_s: float = Field(0.5, gt=0)
     stale_report_s: float = Field(10.0, gt=0)
     ticket_lifetime_s: float = Field(600.0, gt=0)
-    slow_reader_timeout_s: float = Field(60.0, gt=0, description="Longest wait for a client to take a message.")
+    slow_reader_timeout_s: float = Field(
+        60.0, gt=0, description="Longest wait for a client to take a message."
+    )
 
 
 class GrpcSettings(Section):

@@ -64,9 +64,9 @@ class LiveRequest:
             scope.reschedule(asyncio.get_running_loop().time() + remaining_s)
 
     def interrupt(self, error: ServiceError) -> None:
-        """End the request now, whatever its reader does."""
+        """End the request now, whatever its reader does; nothing happens to one that is ending already."""
         self._interruption = self._interruption or error
-        if self._scope is not None:
+        if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     def timeout_error(self) -> ServiceError:
@@ -83,7 +83,11 @@ class LiveRequest:
             self.metrics.handoff(handoff.outcome, handoff.transport, handoff.num_bytes)
 
     def close(self) -> None:
-        """Stop the timer."""
+        """The scope is left: no timer may end the request any more. News may still come, for nobody."""
+        self._scope = None
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
         if self._slow_timer is not None:
             self._slow_timer.cancel()
             self._slow_timer = None
@@ -139,10 +143,10 @@ class LiveRequest:
         self.outbox.put(Delta(index, burst.token_ids, text, burst.logprobs, burst.report, burst.finish))
 
     def _on_blocked(self, blocked: bool) -> None:
-        self.close()
-        if blocked:
+        self._stop_timer()
+        if blocked and self._scope is not None:
             loop = asyncio.get_running_loop()
             error = Overloaded("the caller reads too slowly")
             self._slow_timer = loop.call_later(self._slow_reader_timeout_s, self.interrupt, error)
-        else:
+        elif not blocked:
             self._wake()
