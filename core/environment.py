@@ -53,7 +53,7 @@ def cache_salt_secret() -> str | None:
 def compute_thread_variables(num_threads: int) -> dict[str, str]:
     """Variables that fix a process's compute threads. They must be set before torch is loaded.
 
-    A thread that waits for the next parallel region spins for some ten microseconds before it sleeps: waking it
+    A thread that waits for the next parallel region spins briefly before it sleeps: waking it
     costs a third of a step, but several workers share the cores, and one that spins for long takes the time of
     another that computes. Huge pages under the weights make reading them faster. Few arenas keep memory small.
     """

@@ -228,7 +228,7 @@ class Router:
         return found
 
     def status(self) -> admin_pb2.WorkerStatus:
-        """This router. Every counter but `prefix_blocks` and `channels` is 0 when idle."""
+        """This router. Every counter but `channels` and `registry_reachable` is 0 when idle."""
         counters = {
             "in_flight": self._admission.in_flight,
             "queued": self._admission.queued,
