@@ -83,11 +83,24 @@ void write_rows(const StepArrays& step, const HeadShape& shape, T* qkv, T* keys,
   }
 }
 
-// One tile of K and V in float32.
+// One tile of K and V in float32, for several rows to share.
 template <int kVectors>
 struct Tile {
   alignas(64) float keys[kTile * kVectors * kLanes];
   alignas(64) float values[kTile * kVectors * kLanes];
+
+  Lanes key(int t, int v) const { return load(keys + (t * kVectors + v) * kLanes); }
+  Lanes value(int t, int v) const { return load(values + (t * kVectors + v) * kLanes); }
+};
+
+// The same tile where it lies: what one row reads once needs no copy.
+template <typename T, int kVectors>
+struct TileInPlace {
+  const T* keys[kTile];
+  const T* values[kTile];
+
+  Lanes key(int t, int v) const { return load(keys[t] + v * kLanes); }
+  Lanes value(int t, int v) const { return load(values[t] + v * kLanes); }
 };
 
 // Running softmax of one query vector.
@@ -105,25 +118,33 @@ struct TileWeights {
   alignas(64) float decay[kLanes];
 };
 
+// Products of four keys with each query, and of them the sums over quarters of the lanes, four keys side by side.
+template <int kVectors, int kMembers, typename Keys>
+void multiply_keys(const Query<kVectors>* states, const Keys& tile, int first, Lanes (*quads)[kTile / 4]) {
+  Lanes products[kMembers][4];
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    Lanes queries[kMembers];
+    for (int m = 0; m < kMembers; ++m) queries[m] = load(states[m].query + v * kLanes);
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; ++t) {
+      const Lanes key = tile.key(first + t, v);
+      for (int m = 0; m < kMembers; ++m)
+        products[m][t] = v == 0 ? multiply(queries[m], key) : fused(queries[m], key, products[m][t]);
+    }
+  }
+  for (int m = 0; m < kMembers; ++m) quads[m][first / 4] = quarter_sums(products[m]);
+}
+
 template <int kVectors>
-void weigh_tile(Query<kVectors>& state, const Tile<kVectors>& tile, int count, float scale, TileWeights& result) {
-  constexpr int kDim = kVectors * kLanes;
-  Lanes query[kVectors];
-  for (int v = 0; v < kVectors; ++v) query[v] = load(state.query + v * kLanes);
+void weigh_tile(Query<kVectors>& state, const Lanes* quads, int count, float scale, TileWeights& result) {
   Lanes scores[2];
   for (int half = 0; half < 2; ++half) {
     if (half * kLanes >= count) {
       scores[half] = splat(-INFINITY);
       continue;
     }
-    Lanes products[kLanes];
-    for (int t = 0; t < kLanes; ++t) {
-      const float* key = tile.keys + (half * kLanes + t) * kDim;
-      Lanes product = multiply(query[0], load(key));
-      for (int v = 1; v < kVectors; ++v) product = fused(query[v], load(key + v * kLanes), product);
-      products[t] = product;
-    }
-    const Lanes scaled = multiply(sums_of_sixteen(products), splat(scale));
+    const Lanes scaled = multiply(sums_of_quarters(quads + 4 * half), splat(scale));
     scores[half] = keep(first_lanes(count - half * kLanes), scaled, -INFINITY);
   }
   const float highest = std::max(state.maximum, largest(maximum(scores[0], scores[1])));
@@ -140,32 +161,36 @@ void weigh_tile(Query<kVectors>& state, const Tile<kVectors>& tile, int count, f
 }
 
 // Visits a tile with kMembers queries at once: their sums are independent chains, each in the order of positions.
-// `pause` is called after each query's weights: work that hides behind the arithmetic.
-template <int kVectors, int kMembers, typename Pause>
-void visit_tile(Query<kVectors>* states, const Tile<kVectors>& tile, int count, float scale, Pause pause) {
-  constexpr int kDim = kVectors * kLanes;
+// `pause` is called every four positions, of keys and again of values: work that hides behind the arithmetic.
+// A tile has kTile readable keys; what those behind `count` hold changes nothing.
+template <int kVectors, int kMembers, typename Keys, typename Pause>
+void visit_tile(Query<kVectors>* states, const Keys& tile, int count, float scale, Pause pause) {
+  Lanes quads[kMembers][kTile / 4];
+  for (int first = 0; first < (count + kLanes - 1) / kLanes * kLanes; first += 4) {
+    multiply_keys<kVectors, kMembers>(states, tile, first, quads);
+    pause();
+  }
   TileWeights tile_weights[kMembers];
   Lanes weighted[kMembers][kVectors];
   for (int m = 0; m < kMembers; ++m) {
-    weigh_tile(states[m], tile, count, scale, tile_weights[m]);
-    pause();
+    weigh_tile(states[m], quads[m], count, scale, tile_weights[m]);
     const Lanes decay = load(tile_weights[m].decay);
     for (int v = 0; v < kVectors; ++v) weighted[m][v] = multiply(load(states[m].weighted + v * kLanes), decay);
   }
   for (int t = 0; t < count; ++t) {
     for (int v = 0; v < kVectors; ++v) {
-      const Lanes value = load(tile.values + t * kDim + v * kLanes);
+      const Lanes value = tile.value(t, v);
       for (int m = 0; m < kMembers; ++m)
         weighted[m][v] = fused(splat(tile_weights[m].weights[t]), value, weighted[m][v]);
     }
+    if (t % 4 == 0) pause();
   }
   for (int m = 0; m < kMembers; ++m)
     for (int v = 0; v < kVectors; ++v) store(states[m].weighted + v * kLanes, weighted[m][v]);
 }
 
-template <int kVectors, typename Pause>
-void visit_tile(Query<kVectors>* states, int num_members, const Tile<kVectors>& tile, int count, float scale,
-                Pause pause) {
+template <int kVectors, typename Keys, typename Pause>
+void visit_tile(Query<kVectors>* states, int num_members, const Keys& tile, int count, float scale, Pause pause) {
   for (; num_members >= 3; num_members -= 3, states += 3) visit_tile<kVectors, 3>(states, tile, count, scale, pause);
   if (num_members == 2) visit_tile<kVectors, 2>(states, tile, count, scale, pause);
   if (num_members == 1) visit_tile<kVectors, 1>(states, tile, count, scale, pause);
@@ -202,6 +227,7 @@ class UnitAttention {
 
  private:
   static constexpr int kDim = kVectors * kLanes;
+  static constexpr int kInPlace = 3;  // queries of a row that visit a tile at once
 
   Query<kVectors>& query(int row, int head, int member) {
     return queries_[(static_cast<size_t>(row - first_row_) * num_heads_ + head) * group_ + member];
@@ -250,11 +276,9 @@ class UnitAttention {
     std::copy(next_slots_, next_slots_ + kTile, slots_);
     find_slots(end_row_ - 1, tile_start + kTile, next_count, next_slots_);
     num_next_ = std::max(0, next_count);
+    fetched_ = 0;
     for (int head = 0; head < num_heads_; ++head) {
-      fetched_ = 0;
-      fetch_ahead(head);
-      read_tile(head, count);
-      for (int row = first_row_; row < end_row_; ++row) visit_row(row, head, tile_start);
+      visit_head(head, tile_start, count, first_row_, end_row_);
     }
   }
 
@@ -265,27 +289,41 @@ class UnitAttention {
       const int count = std::min(kTile, step_.positions[row] + 1 - tile_start);
       if (count <= 0) continue;
       find_slots(row, tile_start, count, slots_);
-      for (int head = 0; head < num_heads_; ++head) {
-        read_tile(head, count);
-        visit_row(row, head, tile_start);
-      }
+      for (int head = 0; head < num_heads_; ++head) visit_head(head, tile_start, count, row, row + 1);
     }
   }
 
-  void visit_row(int row, int head, int tile_start) {
+  // The tile of slots_ with the queries of some rows; a row alone reads it in place.
+  void visit_head(int head, int tile_start, int count, int first_row, int end_row) {
+    if (end_row - first_row == 1 && group_ <= kInPlace) {
+      for (int t = 0; t < kTile; ++t) {
+        const int64_t offset = offset_of(slots_[t < count ? t : 0], head);
+        in_place_.keys[t] = keys_ + offset;
+        in_place_.values[t] = values_ + offset;
+      }
+      visit_row(first_row, head, tile_start, in_place_);
+      return;
+    }
+    read_tile(head, count);
+    for (int row = first_row; row < end_row; ++row) visit_row(row, head, tile_start, tile_);
+  }
+
+  template <typename Keys>
+  void visit_row(int row, int head, int tile_start, const Keys& tile) {
     const int count = std::min(kTile, step_.positions[row] + 1 - tile_start);
     if (count <= 0) return;
-    visit_tile(&query(row, head, 0), group_, tile_, count, shape_.scale, [this, head] { fetch_ahead(head); });
+    visit_tile(&query(row, head, 0), group_, tile, count, shape_.scale, [this, head] { fetch_ahead(head); });
   }
 
   int64_t offset_of(int64_t slot, int head) const { return (slot * shape_.num_kv_heads + first_head_ + head) * kDim; }
 
-  // The next part of the tile behind this one, spread over the work so that the memory always has some under way.
+  // A few slots of the tile behind this one, whole and in order, spread over the work so that the memory always has
+  // some under way; each head's visit fetches its share.
   void fetch_ahead(int head) {
-    const int end = std::min(num_next_, fetched_ + kTile / 4);
+    const int end = std::min(num_next_ * (head + 1) / num_heads_, fetched_ + 1);
     for (; fetched_ < end; ++fetched_) {
-      const int64_t offset = offset_of(next_slots_[fetched_], head);
-      for (int64_t element = 0; element < kDim; element += 64 / static_cast<int>(sizeof(T))) {
+      const int64_t offset = offset_of(next_slots_[fetched_], 0);
+      for (int64_t element = 0; element < num_heads_ * kDim; element += 64 / static_cast<int>(sizeof(T))) {
         __builtin_prefetch(keys_ + offset + element, 0, 2);
         __builtin_prefetch(values_ + offset + element, 0, 2);
       }
@@ -334,6 +372,7 @@ class UnitAttention {
   int64_t slots_[kTile] = {};
   int64_t next_slots_[kTile] = {};
   Tile<kVectors> tile_;
+  TileInPlace<T, kVectors> in_place_;
   std::vector<Query<kVectors>> queries_;
 };
 

@@ -104,17 +104,17 @@ inline Lanes power_of_two(Lanes x) {
   return _mm512_scalef_ps(result, whole);
 }
 
-// Lane i of the result is the sum over the lanes of rows[i].
-inline Lanes sums_of_sixteen(const Lanes* rows) {
-  __m512 quads[4];
-  for (int quad = 0; quad < 4; ++quad) {
-    const Lanes* r = rows + 4 * quad;
-    __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
-    __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
-    __m512d low_pairs = _mm512_castps_pd(low), high_pairs = _mm512_castps_pd(high);
-    quads[quad] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low_pairs, high_pairs)),
-                                _mm512_castpd_ps(_mm512_unpackhi_pd(low_pairs, high_pairs)));
-  }
+// Sums over every fourth lane of four rows: lane 4·i + j of the result belongs to row j.
+inline Lanes quarter_sums(const Lanes* rows) {
+  __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[0], rows[1]));
+  __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(rows[2], rows[3]), _mm512_unpackhi_ps(rows[2], rows[3]));
+  __m512d low_pairs = _mm512_castps_pd(low), high_pairs = _mm512_castps_pd(high);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low_pairs, high_pairs)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(low_pairs, high_pairs)));
+}
+
+// From the quarter sums of four times four rows: lane i of the result is the sum over all lanes of row i.
+inline Lanes sums_of_quarters(const Lanes* quads) {
   __m512 first = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x44),
                                _mm512_shuffle_f32x4(quads[0], quads[1], 0xee));
   __m512 second = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x44),
@@ -170,7 +170,18 @@ inline float largest(Lanes value) {
 inline Lanes power_of_two(Lanes x) {
   return each([&](int i) { return std::exp2(std::fmin(std::fmax(x.lane[i], -126.0f), 126.0f)); });
 }
-inline Lanes sums_of_sixteen(const Lanes* rows) { return each([&](int i) { return sum(rows[i]); }); }
+inline Lanes quarter_sums(const Lanes* rows) {
+  return each([&](int i) {
+    const float* lane = rows[i % 4].lane + i / 4 * 4;
+    return (lane[0] + lane[2]) + (lane[1] + lane[3]);
+  });
+}
+inline Lanes sums_of_quarters(const Lanes* quads) {
+  return each([&](int i) {
+    const float* lane = quads[i / 4].lane + i % 4;
+    return (lane[0] + lane[8]) + (lane[4] + lane[12]);
+  });
+}
 
 #endif
 
