@@ -17,13 +17,21 @@ from pathlib import Path
 
 import torch
 
+from core.records import SamplingParams
 from core.settings import EngineSettings
+from decode.draft import Draft, VerifyItem
+from decode.sampling.history import TokenHistory
+from decode.verification.verify import verify
 from engine.block_table import BlockTable
 from engine.engine import Engine
 from engine.step_batch import LogitRows, SequenceStep
 
 TREE_PARENTS = (0, 0, 0, 1, 1, 2, 3, 3)
 """A root with seven nodes in three levels, siblings on each."""
+
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
+SEED = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,12 @@ RATIOS = (
         1.25,
     ),
     Ratio("8 requests of 1 row / 1 row, context 512", "8 requests, context 512", "1 row, context 512", 1.3),
+    Ratio(
+        "8 nodes sampled / greedy, all accepted",
+        "8 nodes verified, sampled",
+        "8 nodes verified, greedy",
+        1.15,
+    ),
     Ratio("linears alone / bandwidth floor", "linears, 1 row", "floor", None),
     Ratio("256-token chunk / its linears", "chunk of 256, context 0", "linears, 256 rows", None),
 )
@@ -88,6 +102,45 @@ def step_case(
         for table in tables
     ]
     return Case(name, lambda: engine.step(sequences))
+
+
+class ModelText:
+    """A text that the model drew itself, so that its distributions are those of real use."""
+
+    def __init__(self, engine: Engine, num_tokens: int) -> None:
+        self.engine = engine
+        self.table = engine.kv.open()
+        self.token_ids = [1]
+        while self.table.num_tokens < num_tokens:
+            self._extend(self.token_ids, SAMPLED)
+            engine.kv.commit(self.table, len(self.token_ids) - 1)
+
+    def _extend(self, token_ids: list[int], sampling: SamplingParams) -> None:
+        """Add the next token of `token_ids`, whose last ones, not committed, are computed as a chain."""
+        start = self.table.num_tokens
+        self.engine.kv.reserve(self.table, len(token_ids))
+        logits = self.engine.step([SequenceStep(self.table, start, token_ids[start:])]).logits
+        item = VerifyItem(sampling, SEED, 0, TokenHistory(token_ids), len(token_ids), len(logits) - 1)
+        token_ids.extend(verify([item], logits)[0].token_ids)
+
+    def verified_case(self, name: str, sampling: SamplingParams, num_nodes: int = 8) -> Case:
+        """A step of `num_nodes` rows and its verification; the draft is all accepted, so each row is drawn from."""
+        token_ids = list(self.token_ids)
+        for _ in range(num_nodes - 1):
+            self._extend(token_ids, sampling)
+        start = self.table.num_tokens
+        chain = tuple(token_ids[start:])
+        self.engine.kv.reserve(self.table, start + num_nodes)
+        draft = Draft(chain[1:], tuple(range(num_nodes - 1)))
+        history = TokenHistory(self.token_ids)
+
+        def run() -> None:
+            logits = self.engine.step([SequenceStep(self.table, start, chain)]).logits
+            item = VerifyItem(sampling, SEED, 0, history, len(self.token_ids), 0, draft)
+            (verdict,) = verify([item], logits)
+            assert len(verdict.token_ids) == num_nodes, "the draft was drawn by this very model"
+
+        return Case(name, run)
 
 
 def linears_case(engine: Engine, name: str, num_rows: int) -> Case:
@@ -136,6 +189,7 @@ def build_cases(engine: Engine) -> list[Case]:
     """All cases over one engine."""
     short = filled_table(engine, 256)
     long_tables = [filled_table(engine, 512) for _ in range(8)]
+    text = ModelText(engine, 256)
     return [
         floor_case(engine),
         linears_case(engine, "linears, 1 row", 1),
@@ -144,6 +198,8 @@ def build_cases(engine: Engine) -> list[Case]:
         step_case(engine, "1 row, context 256", [short]),
         step_case(engine, "8 nodes chain, context 256", [short], 8),
         step_case(engine, "8 nodes tree, context 256", [short], 8, TREE_PARENTS),
+        text.verified_case("8 nodes verified, greedy", GREEDY),
+        text.verified_case("8 nodes verified, sampled", SAMPLED),
         step_case(engine, "32 nodes chain, context 256", [short], 32),
         step_case(engine, "1 row, context 512", long_tables[:1]),
         step_case(engine, "8 requests, context 512", long_tables),
