@@ -123,7 +123,7 @@ async def _run_local(settings: ServeSettings, directory: Path, events: Events, s
     set_variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     from cluster.pools import Pools, leave_ray, start_local_ray
 
-    settings = _with_port(settings)
+    settings = _with_turns(_with_port(settings), directory)
     events.send("progress", f"starting redis and ray (logs: {directory})")
     async with _control_state(settings.redis_url, directory, settings.registry) as redis_url:
         specs = worker_specs(settings, redis_url, "127.0.0.1")
@@ -222,6 +222,15 @@ def _with_port(settings: ServeSettings) -> ServeSettings:
     if port != 0:
         return settings
     return settings.model_copy(update={"listen": f"{host}:{free_port()}"})
+
+
+def _with_turns(settings: ServeSettings, directory: Path) -> ServeSettings:
+    """Workers that want more cores than there are take turns."""
+    wanted = (settings.prefill + settings.decode) * settings.engine.num_threads
+    if settings.engine.core_turns is not None or wanted <= len(os.sched_getaffinity(0)):
+        return settings
+    engine = settings.engine.model_copy(update={"core_turns": directory / "core-turns"})
+    return settings.model_copy(update={"engine": engine})
 
 
 if __name__ == "__main__":

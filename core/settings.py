@@ -30,6 +30,10 @@ class EngineSettings(Section):
     )
     attention: Literal["auto", "native", "torch"] = "auto"
     max_context: int | None = Field(None, ge=16, description="None: what the model allows.")
+    core_turns: Path | None = Field(
+        None,
+        description="Lock file of workers that share this machine's cores: one step at a time. None: no turns.",
+    )
 
 
 class HandoffSettings(Section):

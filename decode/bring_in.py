@@ -72,7 +72,7 @@ class BringIn:
         if missing == 1:
             await self._prefill_here(request)
             return Handoff("none_needed")
-        if request.job.peers:
+        if request.job.peers and not self._ticket_expired(request):
             fetched = await self._fetch(request, deadline_s)
             if fetched is not None:
                 return fetched
@@ -107,13 +107,17 @@ class BringIn:
                 else:
                     return None
             except PeerRefused as error:
-                if isinstance(error.error, _FINAL_REFUSALS):
+                if isinstance(error.error, _FINAL_REFUSALS) and not self._ticket_expired(request):
                     raise error.error from error
             except HandoffFailed:
                 pass
             else:
                 return await self._take(request, peer, result, retried)
         return None
+
+    def _ticket_expired(self, request: Request) -> bool:
+        """It held when the request came; one that expired in the queue opens no peer, but costs no answer either."""
+        return request.job.claims.expires_unix_ms < self._clock.unix_ms()
 
     async def _take(self, request: Request, peer: PrefillPeer, result: FetchResult, retried: bool) -> Handoff:
         logits: Tensor = result.logits

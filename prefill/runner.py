@@ -119,17 +119,31 @@ class PrefillRunner:
         self._commands.put(lambda: self._remove(lease))
 
     async def call(self, action: Callable[[], None]) -> None:
-        """Run `action` on the engine thread, behind all that was asked of it before; `state` shows it then."""
-        done = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        """Run `action` on the engine thread, behind all that was asked of it before; `state` shows it then.
+
+        Raises what `action` raises.
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def end(error: Exception | None) -> None:
+            if done.done():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
 
         def run() -> None:
-            action()
+            failure: Exception | None = None
+            try:
+                action()
+            except Exception as error:  # boundary: it goes to the caller, the thread lives on
+                failure = error
             self.state = self._snapshot()
-            loop.call_soon_threadsafe(done.set)
+            done.get_loop().call_soon_threadsafe(end, failure)
 
         self._commands.put(run)
-        await done.wait()
+        await done
 
     def stalled_s(self) -> float:
         """How long the thread has been inside one turn; 0 while it idles, infinite once it has died."""

@@ -26,6 +26,7 @@ PACKAGES = (
 CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
 _SUPERVISOR = "cluster.supervisor"
 _NUM_BLOCKS = 128
+_NUM_TOKENS = 72
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def check_numerics(model: str, threads: int) -> dict[str, Any]:
     directory = resolve_model(model, cache_directory(), lambda line: o.errors.print(line, style="dim"))
     engine = Engine.load(directory, EngineSettings(num_threads=threads, num_blocks=_NUM_BLOCKS))
     try:
-        checks = numerics_report(engine)
+        checks = numerics_report(engine, _NUM_TOKENS)
         return {
             "class": engine.numerics.digest(),
             "fields": engine.numerics.as_fields(),

@@ -96,6 +96,7 @@ class DecodeStand:
         salt: bytes = b"",
         request_id: str | None = None,
         ticket_prompt: Sequence[int] | None = None,
+        ticket_lifetime_ms: int = 60_000,
     ) -> decode_pb2.DecodeRequest:
         """As a router would send it."""
         chosen = self.peers if peers is None else list(peers)
@@ -112,7 +113,7 @@ class DecodeStand:
             decode_worker_id=identity.worker_id,
             decode_epoch=identity.epoch,
             prefill_worker_ids=tuple(peer.worker_id for peer in chosen),
-            expires_unix_ms=SystemClock().unix_ms() + 60_000,
+            expires_unix_ms=SystemClock().unix_ms() + ticket_lifetime_ms,
             cache_salt=salt,
         )
         return decode_pb2.DecodeRequest(

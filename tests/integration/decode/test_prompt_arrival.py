@@ -280,3 +280,20 @@ async def test_a_drafters_own_prompt_work_is_chunked_and_catches_up(
         assert answer.report.proposed_nodes > 0
         assert answer.report.acceptance_rate == 1.0
         await stand.idle()
+
+
+async def test_a_ticket_that_expires_in_the_queue_costs_no_answer(
+    tiny_model: Path, script: Path, all_drafters: DecodeSettings
+) -> None:
+    one_at_a_time = all_drafters.model_copy(update={"max_running": 1})
+    async with decode_stand(tiny_model, script, decode=one_at_a_time) as stand:
+        expected = await stand.ask(prompt_of(40), SAMPLED, salt=b"0")
+        first = asyncio.create_task(stand.ask(prompt_of(30), replace(SAMPLED, max_tokens=150)))
+        while not stand.worker.gauges().running:  # noqa: ASYNC110  # it tells only when asked
+            await asyncio.sleep(0.001)
+        began_s = time.monotonic()
+        queued = await stand.ask(prompt_of(40), SAMPLED, salt=b"1", ticket_lifetime_ms=20)
+        assert first.done(), "the second was served beside the first"
+        assert time.monotonic() - began_s > 0.02, "its ticket had not expired"
+        assert (queued.ids, outcome(queued)) == (expected.ids, "own_prefill")
+        await stand.idle()

@@ -1,0 +1,86 @@
+"""Turns on the cores: one at a time, in order of asking, and nobody who stopped can hold up the rest."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine import core_turns
+from engine.core_turns import CoreTurns
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    inside = 0
+    most = 0
+    entries = 0
+
+    def work() -> None:
+        nonlocal inside, most, entries
+        turns = CoreTurns(tmp_path / "turns")
+        for _ in range(20):
+            with turns:
+                inside += 1
+                most = max(most, inside)
+                entries += 1
+                time.sleep(0.001)
+                inside -= 1
+        turns.close()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (most, entries) == (1, 60)
+
+
+def test_who_asks_again_at_once_comes_after_who_waits(tmp_path: Path) -> None:
+    greedy, patient = CoreTurns(tmp_path / "turns"), CoreTurns(tmp_path / "turns")
+    order: list[str] = []
+
+    def wait_once() -> None:
+        with patient:
+            order.append("patient")
+
+    thread = threading.Thread(target=wait_once)
+    with greedy:
+        thread.start()
+        time.sleep(0.05)
+    with greedy:
+        order.append("greedy")
+    thread.join()
+    assert order == ["patient", "greedy"]
+
+
+def test_a_killed_holder_gives_its_turn_back(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from engine.core_turns import CoreTurns\n"
+        "with CoreTurns(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "turns")], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    began_s = time.monotonic()
+    with CoreTurns(tmp_path / "turns"):
+        assert time.monotonic() - began_s < 1.0
+
+
+def test_a_stopped_holder_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_turns, "_PATIENCE_S", 0.2)
+    stopped, other = CoreTurns(tmp_path / "turns"), CoreTurns(tmp_path / "turns")
+    with stopped:
+        durations = []
+        for _ in range(3):
+            began_s = time.monotonic()
+            with other:
+                durations.append(time.monotonic() - began_s)
+    assert durations[0] >= 0.2
+    assert max(durations[1:]) < 0.1
