@@ -101,6 +101,9 @@ class DecodeSettings(Section):
     )
     max_tree_nodes: int = Field(64, ge=1, description="Draft nodes of one request a step at most.")
     outbox_deltas: int = Field(64, ge=1, description="Deltas a slow reader may leave before they are merged.")
+    merge_interval_s: float = Field(
+        0.25, ge=0, description="Longest wait of a delta for more, where the answer is read as a whole."
+    )
     slow_reader_timeout_s: float = Field(60.0, gt=0)
     min_speculation_tokens: int = Field(8, ge=0, description="No drafting below this max_tokens.")
     engine_stall_s: float = Field(60.0, gt=0)

@@ -35,6 +35,7 @@ class DecodeJob:
     committed: tuple[CommittedChoice, ...]
     peers: tuple[PrefillPeer, ...]
     request_class: str
+    merge_deltas: bool = False
 
     @property
     def key(self) -> tuple[str, int]:
@@ -79,6 +80,7 @@ def job_from_wire(request: decode_pb2.DecodeRequest, claims: TicketClaims) -> De
         ),
         peers=tuple(peer_from_wire(peer) for peer in request.prefill_peers),
         request_class=request.request_class or "chat",
+        merge_deltas=request.merge_deltas,
     )
 
 

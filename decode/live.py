@@ -22,12 +22,13 @@ class LiveRequest:
         self,
         job: DecodeJob,
         max_deltas: int,
+        merge_interval_s: float,
         slow_reader_timeout_s: float,
         clock: Clock,
         wake: Callable[[], None],
     ) -> None:
         self.job = job
-        self.outbox = Outbox(max_deltas, self._on_blocked)
+        self.outbox = Outbox(max_deltas, self._on_blocked, merge_interval_s)
         self.handoff = Handoff()
         self.report: SpeculationReport | None = None
         self.arrived_s = clock.now_s()

@@ -6,6 +6,7 @@ after a while is the worker's timer. The batch never waits for a reader.
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,15 +39,25 @@ class Delta:
 
 
 class Outbox:
-    """The deltas of one request. `on_blocked(True)`: the reader is too far behind; `(False)`: it caught up."""
+    """The deltas of one request. `on_blocked(True)`: the reader is too far behind; `(False)`: it caught up.
 
-    def __init__(self, max_deltas: int, on_blocked: Callable[[bool], None]) -> None:
+    `merge_interval_s` > 0: the reader wants the whole answer. What is behind the first delta then waits for more,
+    so long at most, and comes merged: each message costs three processes some of the time that a step needs.
+    """
+
+    def __init__(
+        self, max_deltas: int, on_blocked: Callable[[bool], None], merge_interval_s: float = 0.0
+    ) -> None:
         self.blocked = False
         self._max_deltas = max_deltas
         self._on_blocked = on_blocked
         self._deltas: deque[Delta] = deque()
         self._merged_tokens = 0
+        self._merge_interval_s = merge_interval_s
+        self._begun = False
+        self._num_released = 0
         self._ended = False
+        self._enough = asyncio.Event()
         self._error: ServiceError | None = None
         self._news = asyncio.Event()
 
@@ -57,12 +68,15 @@ class Outbox:
         """Append a delta, or merge it where the reader has left too many."""
         if len(self._deltas) < self._max_deltas or not self._merge(delta):
             self._deltas.append(delta)
+        if len(self._deltas) > self._max_deltas // 2:
+            self._enough.set()
         self._news.set()
 
     def end(self) -> None:
         """No more deltas; the reader gets those that are left, then the end."""
         self._ended = True
         self._news.set()
+        self._enough.set()
 
     def fail(self, error: ServiceError) -> None:
         """As `end`, with an error behind the deltas that are left. The first error counts."""
@@ -78,10 +92,30 @@ class Outbox:
                 return None
             self._news.clear()
             await self._news.wait()
+        if self._merge_interval_s:
+            if self._num_released == 0:
+                await self._release_merged()
+            self._num_released -= 1
         delta = self._deltas.popleft()
         if self.blocked and len(self._deltas) <= self._max_deltas // 2:
             self._set_blocked(False)
         return delta
+
+    async def _release_merged(self) -> None:
+        """Merge what has come by choice, once the interval is over, the answer has ended, or much has come."""
+        if self._begun:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._merge_interval_s):
+                    await self._enough.wait()
+        self._begun = True
+        if not self._ended:
+            self._enough.clear()
+        merged: dict[int, Delta] = {}
+        for delta in self._deltas:
+            earlier = merged.get(delta.index)
+            merged[delta.index] = delta if earlier is None else earlier.followed_by(delta)
+        self._deltas = deque(merged.values())
+        self._num_released = len(merged)
 
     def _merge(self, delta: Delta) -> bool:
         for position in range(len(self._deltas) - 1, -1, -1):

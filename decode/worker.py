@@ -195,6 +195,7 @@ class DecodeWorker:
         live = LiveRequest(
             job,
             self._settings.outbox_deltas,
+            self._settings.merge_interval_s if job.merge_deltas else 0.0,
             self._settings.slow_reader_timeout_s,
             self.clock,
             self._thread.wake,

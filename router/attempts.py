@@ -270,6 +270,7 @@ class Attempts:
             request_class=prepared.request_class,
             bad_word_ids=[common_pb2.TokenIds(ids=ids) for ids in prepared.sampling.bad_word_ids],
             eos_token_ids=prepared.sampling.eos_token_ids,
+            merge_deltas=prepared.merge_deltas,
         )
 
     def _claims(self, worker: WorkerRecord, peers: tuple[PrefillPeer, ...]) -> TicketClaims:

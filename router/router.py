@@ -161,6 +161,7 @@ class Router:
             class_reason=f"class {found.request_class} ({found.reason})",
             adapter=checked.adapter,
             salt=tenant_salt(self._salt_secret, caller.tenant, checked.cache_salt),
+            merge_deltas=checked.merge_deltas,
         )
 
     async def _classify(self, checked: CheckedRequest) -> Classification:

@@ -51,6 +51,7 @@ def check_request(
         request_class=_check_class(request.request_class),
         adapter=request.adapter,
         cache_salt=request.cache_salt,
+        merge_deltas=request.merge_deltas,
     )
 
 

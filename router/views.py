@@ -66,6 +66,7 @@ class CheckedRequest:
     request_class: RequestClass | None
     adapter: str
     cache_salt: str
+    merge_deltas: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +151,4 @@ class Prepared:
     class_reason: str
     adapter: str
     salt: bytes
+    merge_deltas: bool

@@ -131,14 +131,17 @@ class AsyncClient:
 
     async def generate(self, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Result:
         """The whole answer to `prompt` (text as it is, or token ids) or to `messages`; see GenerateOptions."""
-        stream = self.stream(prompt, **options)
+        stream = self._call(prompt, options, merge_deltas=True)
         async for _ in stream:
             pass
         return stream.result
 
     def stream(self, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """As `generate`, delta by delta. The call starts at once; needs a running event loop."""
-        prepared = prepare(self._caller, prompt, options)
+        return self._call(prompt, options, merge_deltas=False)
+
+    def _call(self, prompt: Prompt | None, options: GenerateOptions, merge_deltas: bool) -> AsyncStream:
+        prepared = prepare(self._caller, prompt, options, merge_deltas)
         stub = inference_pb2_grpc.InferenceStub(self._channel())
         call = stub.Generate(prepared.request, metadata=prepared.metadata, timeout=prepared.timeout_s)
         return AsyncStream(call, prepared)

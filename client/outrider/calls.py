@@ -67,9 +67,12 @@ class PreparedCall:
     assembly: Assembly
 
 
-def prepare(caller: Caller, prompt: Prompt | None, options: GenerateOptions) -> PreparedCall:
+def prepare(
+    caller: Caller, prompt: Prompt | None, options: GenerateOptions, merge_deltas: bool = False
+) -> PreparedCall:
     """Builds a call. Raises InvalidArgumentError or MessageTooLargeError before anything is sent."""
     request = build_request(prompt, options)
+    request.merge_deltas = merge_deltas
     size_bytes = request.ByteSize()
     if size_bytes > MAX_MESSAGE_BYTES:
         raise MessageTooLargeError(

@@ -101,14 +101,17 @@ class Client:
 
     def generate(self, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Result:
         """The whole answer to `prompt` (text as it is, or token ids) or to `messages`; see GenerateOptions."""
-        stream = self.stream(prompt, **options)
+        stream = self._call(prompt, options, merge_deltas=True)
         for _ in stream:
             pass
         return stream.result
 
     def stream(self, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Stream:
         """As `generate`, delta by delta. The call starts at once."""
-        prepared = prepare(self._caller, prompt, options)
+        return self._call(prompt, options, merge_deltas=False)
+
+    def _call(self, prompt: Prompt | None, options: GenerateOptions, merge_deltas: bool) -> Stream:
+        prepared = prepare(self._caller, prompt, options, merge_deltas)
         call = self._inference.Generate(
             prepared.request, metadata=prepared.metadata, timeout=prepared.timeout_s
         )

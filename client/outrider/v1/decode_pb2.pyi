@@ -28,7 +28,7 @@ class Committed(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("ticket", "token_ids", "sampling", "speculation", "draft_length_fixed", "committed", "prefill_peers", "request_class", "bad_word_ids", "eos_token_ids")
+    __slots__ = ("ticket", "token_ids", "sampling", "speculation", "draft_length_fixed", "committed", "prefill_peers", "request_class", "bad_word_ids", "eos_token_ids", "merge_deltas")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class DecodeRequest(_message.Message):
     REQUEST_CLASS_FIELD_NUMBER: _ClassVar[int]
     BAD_WORD_IDS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MERGE_DELTAS_FIELD_NUMBER: _ClassVar[int]
     ticket: _common_pb2.Ticket
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
@@ -49,7 +50,8 @@ class DecodeRequest(_message.Message):
     request_class: str
     bad_word_ids: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ticket: _Optional[_Union[_common_pb2.Ticket, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., draft_length_fixed: _Optional[bool] = ..., committed: _Optional[_Iterable[_Union[Committed, _Mapping]]] = ..., prefill_peers: _Optional[_Iterable[_Union[PrefillPeer, _Mapping]]] = ..., request_class: _Optional[str] = ..., bad_word_ids: _Optional[_Iterable[_Union[_common_pb2.TokenIds, _Mapping]]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    merge_deltas: bool
+    def __init__(self, ticket: _Optional[_Union[_common_pb2.Ticket, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., draft_length_fixed: _Optional[bool] = ..., committed: _Optional[_Iterable[_Union[Committed, _Mapping]]] = ..., prefill_peers: _Optional[_Iterable[_Union[PrefillPeer, _Mapping]]] = ..., request_class: _Optional[str] = ..., bad_word_ids: _Optional[_Iterable[_Union[_common_pb2.TokenIds, _Mapping]]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., merge_deltas: _Optional[bool] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("started", "delta", "finished")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1boutrider/v1/inference.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xda\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12/\n\x10resume_token_ids\x18\x06 \x01(\x0b\x32\x15.outrider.v1.TokenIds\x12\x15\n\rrequest_class\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\r\n\x05model\x18\n \x01(\tB\x08\n\x06prompt\"\x94\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.outrider.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xb5\x02\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x15\n\rrequest_class\x18\x04 \x01(\t\x12\x16\n\x0enumerics_class\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x14\n\x0croute_reason\x18\x07 \x01(\t\x12/\n\x0cverification\x18\x08 \x01(\x0e\x32\x19.outrider.v1.Verification\x12\x19\n\x0c\x64raft_length\x18\t \x01(\x05H\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\n \x01(\x05\x12\x1d\n\x15\x65\x66\x66\x65\x63tive_temperature\x18\x0b \x01(\x01\x12\x10\n\x08trace_id\x18\x0c \x01(\tB\x0f\n\r_draft_length\"e\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"\xd7\x01\n\x08\x46inished\x12*\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x19.outrider.v1.ChoiceFinish\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x33\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1e.outrider.v1.SpeculationReport\x12#\n\x06timing\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Timing\x12\x10\n\x08trace_id\x18\x05 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\x05\x32V\n\tInference\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1boutrider/v1/inference.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xf0\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12/\n\x10resume_token_ids\x18\x06 \x01(\x0b\x32\x15.outrider.v1.TokenIds\x12\x15\n\rrequest_class\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\r\n\x05model\x18\n \x01(\t\x12\x14\n\x0cmerge_deltas\x18\x0b \x01(\x08\x42\x08\n\x06prompt\"\x94\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.outrider.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xb5\x02\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x15\n\rrequest_class\x18\x04 \x01(\t\x12\x16\n\x0enumerics_class\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x14\n\x0croute_reason\x18\x07 \x01(\t\x12/\n\x0cverification\x18\x08 \x01(\x0e\x32\x19.outrider.v1.Verification\x12\x19\n\x0c\x64raft_length\x18\t \x01(\x05H\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\n \x01(\x05\x12\x1d\n\x15\x65\x66\x66\x65\x63tive_temperature\x18\x0b \x01(\x01\x12\x10\n\x08trace_id\x18\x0c \x01(\tB\x0f\n\r_draft_length\"e\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"\xd7\x01\n\x08\x46inished\x12*\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x19.outrider.v1.ChoiceFinish\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x33\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1e.outrider.v1.SpeculationReport\x12#\n\x06timing\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Timing\x12\x10\n\x08trace_id\x18\x05 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\x05\x32V\n\tInference\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.inference_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=71
-  _globals['_GENERATEREQUEST']._serialized_end=417
-  _globals['_GENERATERESPONSE']._serialized_start=420
-  _globals['_GENERATERESPONSE']._serialized_end=568
-  _globals['_STARTED']._serialized_start=571
-  _globals['_STARTED']._serialized_end=880
-  _globals['_DELTA']._serialized_start=882
-  _globals['_DELTA']._serialized_end=983
-  _globals['_FINISHED']._serialized_start=986
-  _globals['_FINISHED']._serialized_end=1201
-  _globals['_INFERENCE']._serialized_start=1203
-  _globals['_INFERENCE']._serialized_end=1289
+  _globals['_GENERATEREQUEST']._serialized_end=439
+  _globals['_GENERATERESPONSE']._serialized_start=442
+  _globals['_GENERATERESPONSE']._serialized_end=590
+  _globals['_STARTED']._serialized_start=593
+  _globals['_STARTED']._serialized_end=902
+  _globals['_DELTA']._serialized_start=904
+  _globals['_DELTA']._serialized_end=1005
+  _globals['_FINISHED']._serialized_start=1008
+  _globals['_FINISHED']._serialized_end=1223
+  _globals['_INFERENCE']._serialized_start=1225
+  _globals['_INFERENCE']._serialized_end=1311
 # @@protoc_insertion_point(module_scope)

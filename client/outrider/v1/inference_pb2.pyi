@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "chat", "token_ids", "sampling", "speculation", "resume_token_ids", "request_class", "adapter", "cache_salt", "model")
+    __slots__ = ("text", "chat", "token_ids", "sampling", "speculation", "resume_token_ids", "request_class", "adapter", "cache_salt", "model", "merge_deltas")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    MERGE_DELTAS_FIELD_NUMBER: _ClassVar[int]
     text: str
     chat: _common_pb2.Chat
     token_ids: _common_pb2.TokenIds
@@ -29,7 +30,8 @@ class GenerateRequest(_message.Message):
     adapter: str
     cache_salt: str
     model: str
-    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[_common_pb2.Chat, _Mapping]] = ..., token_ids: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., resume_token_ids: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., request_class: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    merge_deltas: bool
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[_common_pb2.Chat, _Mapping]] = ..., token_ids: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., resume_token_ids: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., request_class: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., merge_deltas: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")

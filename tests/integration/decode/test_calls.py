@@ -19,7 +19,7 @@ from core.errors import (
 from core.records import SamplingParams, SpeculationParams
 from outrider.v1 import admin_pb2
 from tests.integration.decode.conftest import VOCAB, prompt_of
-from tests.support.decode_stand import DecodeStand
+from tests.support.decode_stand import Answer, DecodeStand
 
 SAMPLED = SamplingParams(temperature=12.0, max_tokens=24, seed=7)
 RIGHT = SpeculationParams(drafter="scripted-right", draft_length=7)
@@ -306,3 +306,17 @@ async def test_status_tells_what_is_held(stand: DecodeStand) -> None:
     await stand.idle()
     status = await stand.admin.Status(admin_pb2.StatusRequest())
     assert (status.running, status.waiting, status.tasks, status.used_blocks) == (0, 0, 0, 0)
+
+
+async def test_a_caller_of_the_whole_answer_gets_the_same_tokens_in_few_deltas(stand: DecodeStand) -> None:
+    sampling = SamplingParams(temperature=12.0, max_tokens=60, seed=5)
+    plain = await stand.ask(prompt_of(20), sampling)
+    request = stand.request(prompt_of(20), sampling)
+    request.merge_deltas = True
+    answer, num_deltas = Answer(), 0
+    async for event in stand.stub.Generate(request, timeout=60.0):
+        answer.take(event)
+        num_deltas += event.HasField("delta")
+    assert answer.ids == plain.ids
+    assert 2 <= num_deltas < 30
+    await stand.idle()

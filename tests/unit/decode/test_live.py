@@ -18,7 +18,7 @@ REPORT = SpeculationReport(drafter="none")
 def live_request(slow_reader_timeout_s: float) -> LiveRequest:
     """One whose reader may leave a single delta."""
     job = cast(DecodeJob, None)
-    return LiveRequest(job, 1, slow_reader_timeout_s, SystemClock(), lambda: None)
+    return LiveRequest(job, 1, 0.0, slow_reader_timeout_s, SystemClock(), lambda: None)
 
 
 async def test_interrupting_a_request_whose_deadline_has_just_passed_does_no_harm() -> None:

@@ -79,3 +79,44 @@ async def test_a_waiting_reader_is_woken() -> None:
     item = await asyncio.wait_for(reader, 5)
     assert item is not None
     assert item.token_ids == (7,)
+
+
+async def test_a_reader_of_the_whole_gets_the_first_delta_at_once_and_the_rest_merged() -> None:
+    outbox = Outbox(64, lambda blocked: None, merge_interval_s=0.05)
+    outbox.put(delta(0))
+    async with asyncio.timeout(0.02):
+        first = await outbox.get()
+    assert first is not None
+    assert first.token_ids == (0,)
+    for token_id in range(1, 9):
+        outbox.put(delta(token_id, index=token_id % 2))
+    began_s = asyncio.get_running_loop().time()
+    released = [await outbox.get(), await outbox.get()]
+    waited_s = asyncio.get_running_loop().time() - began_s
+    assert [item.token_ids for item in released if item] == [(1, 3, 5, 7), (2, 4, 6, 8)]
+    assert 0.04 < waited_s < 0.5
+    outbox.put(delta(9, finish=ChoiceFinish(0, FinishReason.LENGTH)))
+    outbox.end()
+    async with asyncio.timeout(0.02):
+        last = [item.token_ids for item in await read_all(outbox)]
+    assert last == [(9,)]
+
+
+async def test_a_reader_of_the_whole_never_waits_for_an_error_or_a_full_outbox() -> None:
+    outbox = Outbox(4, lambda blocked: None, merge_interval_s=30.0)
+    outbox.put(delta(0))
+    await outbox.get()
+    for token_id in range(1, 4):
+        outbox.put(delta(token_id))
+    async with asyncio.timeout(1.0):
+        merged = await outbox.get()
+    assert merged is not None
+    assert merged.token_ids == (1, 2, 3)
+    outbox.put(delta(4))
+    outbox.fail(Unavailable("over"))
+    async with asyncio.timeout(1.0):
+        left = await outbox.get()
+        assert left is not None
+        assert left.token_ids == (4,)
+        with pytest.raises(Unavailable):
+            await outbox.get()
