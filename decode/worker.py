@@ -296,4 +296,8 @@ async def _relay(
 def _dispatch(events: list[Event]) -> None:
     for event in events:
         request = event.request if isinstance(event, Ended) else event.choice.request
-        request.listener.take(event)
+        try:
+            request.listener.take(event)
+        except Exception:  # boundary: what one request cannot take must not cost the others their news
+            _LOG.exception("an event of a request was lost; the request ends")
+            request.listener.take(Ended(request, Internal("an event of this request was lost")))
