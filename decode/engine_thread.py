@@ -11,17 +11,30 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from core.clock import Clock
+from engine.core_turns import NoTurns, Turns, turn_of
 
 Result = TypeVar("Result")
 _LOG = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """`turn` does one step and says whether there was anything to do. It must not raise."""
+    """`turn` does one step and says whether there was anything to do. It must not raise.
 
-    def __init__(self, turn: Callable[[], bool], clock: Clock) -> None:
+    Where `has_work` says that it will compute, it waits for its turn on the cores first, and runs actions meanwhile:
+    what came while it waited is part of the step.
+    """
+
+    def __init__(
+        self,
+        turn: Callable[[], bool],
+        clock: Clock,
+        cores: Turns | None = None,
+        has_work: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._turn = turn
         self._clock = clock
+        self._cores = cores or NoTurns()
+        self._has_work = has_work
         self._actions: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -74,14 +87,23 @@ class EngineThread:
     def _run(self) -> None:
         while True:
             self._busy_since_s = self._clock.now_s()
-            while self._actions:
-                self._act(self._actions.popleft())
+            self._run_actions()
             if self._closing:
                 return
-            if not self._turn():
+            if not self._turn_on_the_cores():
                 self._busy_since_s = None
                 self._wake.wait()
                 self._wake.clear()
+
+    def _turn_on_the_cores(self) -> bool:
+        if not self._has_work():
+            return self._turn()
+        with turn_of(self._cores, self._run_actions):
+            return self._turn()
+
+    def _run_actions(self) -> None:
+        while self._actions:
+            self._act(self._actions.popleft())
 
     def _act(self, action: Callable[[], None]) -> None:
         try:

@@ -92,6 +92,10 @@ class DecodeLoop:
         """Nobody waits for it any more. Idempotent."""
         self._lifecycle.drop(request)
 
+    def has_work(self) -> bool:
+        """Whether the next turn will compute."""
+        return bool(self._roster.running or self._roster.prefilling)
+
     def turn(self) -> bool:
         """One turn; False where there was nothing to do. Does not raise."""
         try:

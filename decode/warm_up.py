@@ -8,6 +8,7 @@ from decode.draft import Draft, VerifyItem
 from decode.pace import Pace
 from decode.sampling.history import TokenHistory
 from decode.verification.verify import verify
+from engine.core_turns import turn_of
 from engine.engine import Engine
 from engine.step_batch import SequenceStep
 
@@ -36,11 +37,12 @@ def warm_up(engine: Engine, pace: Pace, clock: Clock, step_tokens: int) -> None:
             engine.kv.reserve(table, context + rows)
             step = SequenceStep(table, context, (0,) * rows)
             for repeat in range(_REPEATS + 1):
-                started_s = clock.now_s()
-                logits = engine.step([step]).logits
-                _verify(rows, context, logits)
-                if repeat:
-                    pace.record_step(rows, clock.now_s() - started_s)
+                with turn_of(engine.turns):
+                    started_s = clock.now_s()
+                    logits = engine.step([step]).logits
+                    _verify(rows, context, logits)
+                    if repeat:
+                        pace.record_step(rows, clock.now_s() - started_s)
         largest = min(step_tokens, room - context)
         engine.kv.reserve(table, context + largest)
         engine.step([SequenceStep(table, context, (0,) * largest)])

@@ -83,7 +83,7 @@ class DecodeWorker:
             self._deliver,
             self._prefix_key,
         )
-        self._thread = EngineThread(self._loop.turn, self.clock)
+        self._thread = EngineThread(self._loop.turn, self.clock, engine.turns, self._loop.has_work)
         self._factory = RequestFactory(self.drafters, settings, tokenizer, engine.kv, self.limits)
         self._client = HandoffClient(
             self.peer,

@@ -3,7 +3,6 @@
 import hashlib
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from core.settings import EngineSettings
 from engine.attention import Attention
 from engine.attention_native import HEAD_DIMS, NativeAttention, rotary_tables
 from engine.attention_torch import TorchAttention
-from engine.core_turns import CoreTurns
+from engine.core_turns import CoreTurns, NoTurns, Turns, turn_of
 from engine.huge_pages import advise_huge_pages
 from engine.kv_cache import KvCache, KvLayout
 from engine.llama import Llama, LlamaWeights, load_weights
@@ -61,7 +60,7 @@ class Engine:
         self._llama = Llama(weights, self._attention, pointwise)
         self._device = device
         self._thread_id = 0
-        self._turns = nullcontext() if settings.core_turns is None else CoreTurns(settings.core_turns)
+        self.turns: Turns = NoTurns() if settings.core_turns is None else CoreTurns(settings.core_turns)
         self.numerics = _numerics_class(
             settings, revision, str(weights.row_plan), self._attention.name, device
         )
@@ -107,7 +106,7 @@ class Engine:
         )
         self._own_thread()
         rows = build_rows(sequences, self.kv.layout.block_size)
-        with torch.inference_mode(), self._turns:
+        with torch.inference_mode(), turn_of(self.turns):
             self._attention.begin(rows)
             normed = self._forward(rows, num_layers)
             logits = self._logits(normed, rows)
@@ -135,9 +134,8 @@ class Engine:
     def close(self) -> None:
         """Let go of the weights; the engine cannot step afterwards. Idempotent."""
         del self._llama, self.weights
-        if isinstance(self._turns, CoreTurns):
-            self._turns.close()
-        self._turns = nullcontext()
+        self.turns.close()
+        self.turns = NoTurns()
 
     @property
     def row_plan(self) -> str:

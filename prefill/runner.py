@@ -14,6 +14,7 @@ from core.errors import DeadlineExceeded, Internal, ServiceError, Unavailable
 from core.metrics import Metrics
 from core.numerics import NumericsClass
 from engine.block_table import BlockTable
+from engine.core_turns import Turns, turn_of
 from engine.kv_cache import KvCache, KvStats
 from engine.model_config import ModelConfig
 from engine.step_batch import SequenceStep, StepResult
@@ -29,6 +30,11 @@ class ForwardEngine(Protocol):
     @property
     def kv(self) -> KvCache:
         """Its paged KV."""
+        ...
+
+    @property
+    def turns(self) -> Turns:
+        """Its turns on the cores."""
         ...
 
     @property
@@ -157,9 +163,11 @@ class PrefillRunner:
             while not self._stopping:
                 self._take_commands()
                 self._busy_since_s = self._clock.now_s()
-                self._drop_expired()
-                self._admit()
-                self._step()
+                if any(prompt.remaining for prompt in self._prompts.values()):
+                    with turn_of(self._engine.turns, self._run_commands):
+                        self._drop_expired()
+                        self._admit()
+                        self._step()
                 self.state = self._snapshot()
                 self._busy_since_s = None
         finally:
@@ -173,6 +181,13 @@ class PrefillRunner:
         try:
             if not any(prompt.table and prompt.remaining for prompt in self._prompts.values()):
                 self._commands.get(timeout=self._next_deadline_s())()
+        except queue.Empty:
+            return
+        self._run_commands()
+
+    def _run_commands(self) -> None:
+        """Those that have come."""
+        try:
             while not self._stopping:
                 self._commands.get_nowait()()
         except queue.Empty:

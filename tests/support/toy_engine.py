@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from core.numerics import NumericsClass
+from engine.core_turns import NoTurns
 from engine.kv_cache import KvCache, KvLayout, PlaneKind
 from engine.model_config import ModelConfig, RopeScaling
 from engine.step_batch import SequenceStep, StepResult
@@ -71,6 +72,7 @@ class ToyEngine:
         self.max_context = config.max_context
         self.before_step: Callable[[Sequence[SequenceStep]], None] = lambda sequences: None
         self.num_rows = 0
+        self.turns = NoTurns()
         self.kv = KvCache(
             KvLayout(
                 config.num_layers,

@@ -1,11 +1,13 @@
 """The engine thread outlives what it runs, and tells when it is stuck."""
 
 import threading
+from pathlib import Path
 
 import pytest
 
 from core.clock import FakeClock
 from decode.engine_thread import EngineThread
+from engine.core_turns import CoreTurns
 
 
 async def test_results_and_exceptions_come_back_to_the_caller() -> None:
@@ -59,3 +61,26 @@ async def test_a_turn_that_does_not_end_is_a_stall_and_idling_is_none() -> None:
     leave.set()
     assert thread.close(5.0)
     assert not thread.stalled(10.0)
+
+
+async def test_what_comes_while_it_waits_for_the_cores_is_part_of_the_turn(tmp_path: Path) -> None:
+    mine, other = CoreTurns(tmp_path / "turns"), CoreTurns(tmp_path / "turns")
+    arrived: list[int] = []
+    seen: list[int] = []
+    done = threading.Event()
+
+    def turn() -> bool:
+        seen.extend(arrived)
+        done.set()
+        return False
+
+    thread = EngineThread(turn, FakeClock(), mine, lambda: not done.is_set())
+    other.take()
+    thread.start()
+    await thread.call(lambda: arrived.append(1))
+    await thread.call(lambda: arrived.append(2))
+    assert not done.is_set(), "it did not wait for its turn"
+    other.give_back()
+    assert done.wait(5)
+    assert thread.close(5.0)
+    assert seen[:2] == [1, 2]
