@@ -1,7 +1,6 @@
 """How a request's prompt gets into this worker: from the prefix cache, from a prefill worker, or computed here."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -11,10 +10,10 @@ from core.errors import DataLoss, FailedPrecondition, InvalidArgument, Permissio
 from core.records import PrefillPeer
 from core.settings import HandoffSettings
 from decode.choice import Request
-from decode.engine_thread import EngineThread
 from decode.handoff import ChecksumFailed, FetchResult, HandoffClient, HandoffFailed, PeerRefused
 from decode.loop import DecodeLoop
 from decode.room import Requeued
+from engine.engine_thread import EngineThread
 from engine.kv_cache import KvCache, PlaneKind
 
 _FINAL_REFUSALS = (FailedPrecondition, InvalidArgument, PermissionDenied)
@@ -82,7 +81,7 @@ class BringIn:
         return Handoff("own_prefill")
 
     async def _prefill_here(self, request: Request) -> None:
-        await self._answered(lambda answer: self._loop.prefill_here(request, answer))
+        await self._thread.answer_to(lambda answer: self._loop.prefill_here(request, answer))
 
     async def _fetch(self, request: Request, deadline_s: float | None) -> Handoff | None:
         """The hand-off from the first peer that gives it; None where none did. A failed checksum is tried once more."""
@@ -133,7 +132,7 @@ class BringIn:
 
     async def reserve(self, request: Request) -> Tensor:
         """Blocks for the whole prompt, when there are; the slots of what is missing: Tensor  # [tokens] int32."""
-        await self._answered(lambda answer: self._loop.reserve(request, answer))
+        await self._thread.answer_to(lambda answer: self._loop.reserve(request, answer))
         return await self._thread.call(lambda: self._slots(request))
 
     def write(self, kind: PlaneKind, layer: int, slots: Tensor, values: Tensor, head_start: int) -> None:
@@ -145,17 +144,6 @@ class BringIn:
         if table is None:
             raise Requeued
         return self._kv.slots(table, request.cached_tokens, request.prompt_tokens)
-
-    async def _answered(self, ask: Callable[[Callable[[Exception | None], None]], None]) -> None:
-        """Ask the engine thread for something that it may answer turns later."""
-        event_loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = event_loop.create_future()
-
-        def answer(error: Exception | None) -> None:
-            event_loop.call_soon_threadsafe(_settle, future, error)
-
-        self._thread.post(lambda: ask(answer))
-        await future
 
 
 class Admissions:
@@ -199,12 +187,3 @@ class _Sink:
         self._owner.write(
             kind, layer, self._slots[token_start - first : token_end - first], values, head_start
         )
-
-
-def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

@@ -17,7 +17,6 @@ from decode.bring_in import Admissions, BringIn
 from decode.choice import Ended, Event, Request
 from decode.drafters.registry import build_drafters
 from decode.drafting import Drafting
-from decode.engine_thread import EngineThread
 from decode.handoff import HandoffClient
 from decode.intake import RequestFactory
 from decode.job import DecodeJob, JobLimits, check_claims, check_job, job_from_wire
@@ -28,6 +27,7 @@ from decode.pace import Pace
 from decode.target import Target
 from decode.warm_up import warm_up
 from engine.engine import Engine
+from engine.engine_thread import EngineThread
 from engine.peer_info import describe_peer
 from outrider.v1 import decode_pb2
 
@@ -160,7 +160,7 @@ class DecodeWorker:
 
     def healthy(self) -> bool:
         """Whether the engine thread has finished a turn, or idled, within `engine_stall_s`."""
-        return not self._thread.stalled(self._settings.engine_stall_s)
+        return self._thread.stalled_s() <= self._settings.engine_stall_s
 
     async def check(self) -> None:
         """Raise on a broken invariant; when idle, on anything left over."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from core.clock import SystemClock
+from core.errors import InvalidArgument
 
 _CLOCK: Final = SystemClock()
 _LOOK_AGAIN_S: Final = 0.0002
@@ -61,12 +62,11 @@ class CoreTurns:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where the files cannot be made."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._turn = os.open(path, flags, 0o600)
+        """Raises InvalidArgument naming `engine.core_turns` where the files cannot be made."""
+        self._turn = _open(path)
         try:
-            self._queue = os.open(path.with_name(path.name + ".queue"), flags, 0o600)
-        except OSError:
+            self._queue = _open(path.with_name(path.name + ".queue"))
+        except InvalidArgument:
             os.close(self._turn)
             raise
         self._patience_s = _PATIENCE_S
@@ -104,6 +104,16 @@ def turn_of(turns: Turns, while_waiting: Callable[[], None] = _nothing) -> Itera
         yield
     finally:
         turns.give_back()
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InvalidArgument(
+            "engine.core_turns",
+            f"{path} cannot be opened for writing ({error.strerror}): name a file in a folder of ours",
+        ) from error
 
 
 def _lock(descriptor: int, deadline_s: float, while_waiting: Callable[[], None]) -> bool:

@@ -2,9 +2,6 @@
 
 import asyncio
 import logging
-import math
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,7 +11,8 @@ from core.errors import DeadlineExceeded, Internal, ServiceError, Unavailable
 from core.metrics import Metrics
 from core.numerics import NumericsClass
 from engine.block_table import BlockTable
-from engine.core_turns import Turns, turn_of
+from engine.core_turns import Turns
+from engine.engine_thread import EngineThread
 from engine.kv_cache import KvCache, KvStats
 from engine.model_config import ModelConfig
 from engine.step_batch import SequenceStep, StepResult
@@ -95,15 +93,12 @@ class PrefillRunner:
         self._chunk_tokens = chunk_tokens
         self._clock = clock
         self._metrics = metrics
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._prompts: dict[Lease, _Prompt] = {}
         self._num_submitted = 0
         self._num_steps = 0
         self._changed_s = clock.now_s()
-        self._busy_since_s: float | None = None
-        self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="prefill-engine", daemon=True)
+        self._thread = EngineThread(self._turn, clock, engine.turns, self._has_work, self._next_deadline_s)
         self.state = self._snapshot()
 
     def start(self) -> None:
@@ -111,87 +106,50 @@ class PrefillRunner:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def close(self) -> None:
-        """Fail what is left and end the thread after the step under way."""
-        self._commands.put(self._stop)
-        await asyncio.to_thread(self._thread.join)
+    async def close(self, timeout_s: float) -> bool:
+        """Fail what is left and end the thread after the step under way; whether it ended in time."""
+        self._thread.post(lambda: self._fail_all(Unavailable("the prefill worker has stopped")))
+        return await asyncio.to_thread(self._thread.close, timeout_s)
 
     def submit(self, lease: Lease) -> None:
         """Queue a prompt; its lease gets a report after every chunk, or an error."""
-        self._commands.put(lambda: self._add(lease))
+        self._thread.post(lambda: self._add(lease))
 
     def release(self, lease: Lease) -> None:
         """Forget a prompt, in whatever state, and give its blocks back. Idempotent."""
-        self._commands.put(lambda: self._remove(lease))
+        self._thread.post(lambda: self._remove(lease))
 
     async def call(self, action: Callable[[], None]) -> None:
         """Run `action` on the engine thread, behind all that was asked of it before; `state` shows it then.
 
         Raises what `action` raises.
         """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def end(error: Exception | None) -> None:
-            if done.done():
-                return
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
 
         def run() -> None:
-            failure: Exception | None = None
             try:
                 action()
-            except Exception as error:  # boundary: it goes to the caller, the thread lives on
-                failure = error
-            self.state = self._snapshot()
-            done.get_loop().call_soon_threadsafe(end, failure)
+            finally:
+                self.state = self._snapshot()
 
-        self._commands.put(run)
-        await done
+        await self._thread.call(run)
 
     def stalled_s(self) -> float:
-        """How long the thread has been inside one turn; 0 while it idles, infinite once it has died."""
-        busy_since_s = self._busy_since_s
-        if not self._thread.is_alive() and not self._stopping:
-            return math.inf
-        return 0.0 if busy_since_s is None else self._clock.now_s() - busy_since_s
+        """See `EngineThread.stalled_s`."""
+        return self._thread.stalled_s()
 
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                self._take_commands()
-                self._busy_since_s = self._clock.now_s()
-                if any(prompt.remaining for prompt in self._prompts.values()):
-                    with turn_of(self._engine.turns, self._run_commands):
-                        self._drop_expired()
-                        self._admit()
-                        self._step()
-                self.state = self._snapshot()
-                self._busy_since_s = None
-        finally:
-            for prompt in list(self._prompts.values()):
-                self._fail(prompt, Unavailable("the prefill worker has stopped"))
-                self._remove(prompt.lease)
-            self.state = self._snapshot()
+    def _has_work(self) -> bool:
+        return any(prompt.remaining for prompt in self._prompts.values())
 
-    def _take_commands(self) -> None:
-        """Carry out all commands; where there is nothing to compute, wait for one or for the next deadline."""
+    def _turn(self) -> bool:
         try:
-            if not any(prompt.table and prompt.remaining for prompt in self._prompts.values()):
-                self._commands.get(timeout=self._next_deadline_s())()
-        except queue.Empty:
-            return
-        self._run_commands()
-
-    def _run_commands(self) -> None:
-        """Those that have come."""
-        try:
-            while not self._stopping:
-                self._commands.get_nowait()()
-        except queue.Empty:
-            pass
+            self._drop_expired()
+            self._admit()
+            self._step()
+        except Exception:  # boundary: what cannot be planned ends its prompts, not the worker
+            _LOG.exception("a turn of the prefill worker failed; its prompts end with INTERNAL")
+            self._fail_all(Internal("the prefill worker failed"))
+        self.state = self._snapshot()
+        return any(prompt.table and prompt.remaining for prompt in self._prompts.values())
 
     def _next_deadline_s(self) -> float | None:
         deadlines = [
@@ -200,9 +158,6 @@ class PrefillRunner:
             if prompt.lease.job.deadline_s is not None and prompt.remaining
         ]
         return max(0.0, min(deadlines) - self._clock.now_s()) if deadlines else None
-
-    def _stop(self) -> None:
-        self._stopping = True
 
     def _add(self, lease: Lease) -> None:
         self._num_submitted += 1
@@ -288,6 +243,12 @@ class PrefillRunner:
             progress = replace(progress, logits=logits, prefill_s=self._changed_s - prompt.started_s)
         prompt.progress = progress
         self._tell(prompt.lease.report, progress)
+
+    def _fail_all(self, error: ServiceError) -> None:
+        for prompt in list(self._prompts.values()):
+            self._fail(prompt, error)
+            self._remove(prompt.lease)
+        self.state = self._snapshot()
 
     def _fail(self, prompt: _Prompt, error: ServiceError) -> None:
         self._tell(prompt.lease.fail, error)

@@ -37,6 +37,7 @@ from prefill.stream import FetchCall, PrefillStream
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 2.0
+_THREAD_TIMEOUT_S = 10.0
 
 
 class PrefillWorker:
@@ -98,7 +99,8 @@ class PrefillWorker:
                 await self._idle.wait()
         except TimeoutError:
             _LOG.warning("%d hand-offs did not end within %s s", len(self._leases), _CLOSE_TIMEOUT_S)
-        await self._runner.close()
+        if not await self._runner.close(_THREAD_TIMEOUT_S):
+            _LOG.error("the engine thread did not end within %s s", _THREAD_TIMEOUT_S)
         self._copies.shutdown(wait=True)
 
     async def drain(self, grace_s: float) -> int:

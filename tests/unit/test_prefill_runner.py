@@ -17,4 +17,4 @@ async def test_an_action_that_raises_tells_its_caller_and_the_thread_lives_on() 
     await runner.call(lambda: ran.append(1))
     assert ran == [1]
     assert runner.stalled_s() == 0.0
-    await runner.close()
+    assert await runner.close(5.0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from core.errors import InvalidArgument
 from engine import core_turns
 from engine.core_turns import CoreTurns, turn_of
 
@@ -104,3 +105,8 @@ def test_its_holder_may_take_it_again_and_only_the_last_give_back_counts(tmp_pat
     began_s = time.monotonic()
     with turn_of(other):
         assert time.monotonic() - began_s < 1.0
+
+
+def test_a_folder_that_is_not_there_is_named_with_its_field(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"engine\.core_turns.*nowhere"):
+        CoreTurns(tmp_path / "nowhere" / "turns")

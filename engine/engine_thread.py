@@ -1,10 +1,11 @@
-"""The one thread that touches the engine, its KV tables and the drafters.
+"""The one thread of a worker that touches its engine and its KV tables.
 
 The event loop sends actions; between them the thread takes turns (steps) as long as there is work.
 """
 
 import asyncio
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,14 +15,15 @@ from core.clock import Clock
 from engine.core_turns import NoTurns, Turns, turn_of
 
 Result = TypeVar("Result")
+Answer = Callable[[Exception | None], None]
 _LOG = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """`turn` does one step and says whether there was anything to do. It must not raise.
+    """`turn` does one step and says whether there may be more to do. It must not raise.
 
     Where `has_work` says that it will compute, it waits for its turn on the cores first, and runs actions meanwhile:
-    what came while it waited is part of the step.
+    what came while it waited is part of the step. Idle, it looks again after `idle_s` seconds (None: when woken).
     """
 
     def __init__(
@@ -30,11 +32,13 @@ class EngineThread:
         clock: Clock,
         cores: Turns | None = None,
         has_work: Callable[[], bool] = lambda: False,
+        idle_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._turn = turn
         self._clock = clock
         self._cores = cores or NoTurns()
         self._has_work = has_work
+        self._idle_s = idle_s
         self._actions: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -49,7 +53,8 @@ class EngineThread:
         """Ends the thread after the running turn and the actions sent so far; whether it ended in time."""
         self._closing = True
         self._wake.set()
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def wake(self) -> None:
@@ -63,36 +68,52 @@ class EngineThread:
 
     async def call(self, action: Callable[[], Result]) -> Result:
         """Run `action` before the next turn; its result, or its exception."""
+        results: list[Result] = []
+
+        def ask(answer: Answer) -> None:
+            results.append(action())
+            answer(None)
+
+        await self.answer_to(ask)
+        return results[0]
+
+    async def answer_to(self, ask: Callable[[Answer], None]) -> None:
+        """Run `ask` before the next turn, and wait until what it is given is called, maybe turns later.
+
+        Raises the error that it is called with, or what `ask` raises.
+        """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def answer(error: Exception | None) -> None:
+            loop.call_soon_threadsafe(_settle, future, error)
 
         def run() -> None:
             try:
-                result = action()
+                ask(answer)
             except Exception as error:  # boundary: it goes to the caller, the thread lives on
-                loop.call_soon_threadsafe(_fail, future, error)
-            else:
-                loop.call_soon_threadsafe(_succeed, future, result)
+                answer(error)
 
         self.post(run)
-        return await future
+        await future
 
-    def stalled(self, limit_s: float) -> bool:
-        """Whether the thread has been inside one turn or action for longer than `limit_s`, or has died."""
-        since = self._busy_since_s
-        if since is not None and self._clock.now_s() - since > limit_s:
-            return True
-        return not self._thread.is_alive() and not self._closing
+    def stalled_s(self) -> float:
+        """How long the thread has been inside one turn or action; 0 while it idles, infinite once it has died."""
+        since_s = self._busy_since_s
+        if not self._thread.is_alive() and not self._closing:
+            return math.inf
+        return 0.0 if since_s is None else self._clock.now_s() - since_s
 
     def _run(self) -> None:
         while True:
             self._busy_since_s = self._clock.now_s()
             self._run_actions()
             if self._closing:
+                self._busy_since_s = None
                 return
             if not self._turn_on_the_cores():
                 self._busy_since_s = None
-                self._wake.wait()
+                self._wake.wait(self._idle_s())
                 self._wake.clear()
 
     def _turn_on_the_cores(self) -> bool:
@@ -112,11 +133,10 @@ class EngineThread:
             _LOG.exception("an action on the engine thread failed")
 
 
-def _succeed(future: "asyncio.Future[Result]", result: Result) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: "asyncio.Future[Result]", error: Exception) -> None:
-    if not future.done():
+def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
         future.set_exception(error)

@@ -1,13 +1,14 @@
 """The engine thread outlives what it runs, and tells when it is stuck."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from core.clock import FakeClock
-from decode.engine_thread import EngineThread
 from engine.core_turns import CoreTurns
+from engine.engine_thread import EngineThread
 
 
 async def test_results_and_exceptions_come_back_to_the_caller() -> None:
@@ -18,6 +19,40 @@ async def test_results_and_exceptions_come_back_to_the_caller() -> None:
         await thread.call(lambda: 1 // 0)
     thread.post(lambda: 1 // 0)  # type: ignore[arg-type]
     assert await thread.call(lambda: 8) == 8
+    assert thread.close(5.0)
+
+
+async def test_an_answer_may_come_turns_later_and_what_asking_raises_is_one() -> None:
+    given: list[Callable[[Exception | None], None]] = []
+
+    def turn() -> bool:
+        for answer in given:
+            answer(ValueError("late"))
+        given.clear()
+        return False
+
+    thread = EngineThread(turn, FakeClock())
+    thread.start()
+    with pytest.raises(ValueError, match="late"):
+        await thread.answer_to(given.append)
+    with pytest.raises(ZeroDivisionError):
+        await thread.answer_to(lambda _: 1 // 0)  # type: ignore[arg-type]
+    assert thread.close(5.0)
+
+
+async def test_idle_it_looks_again_when_told_to() -> None:
+    turns: list[int] = []
+    again = threading.Event()
+
+    def turn() -> bool:
+        turns.append(1)
+        if len(turns) > 1:
+            again.set()
+        return False
+
+    thread = EngineThread(turn, FakeClock(), idle_s=lambda: 0.01)
+    thread.start()
+    assert again.wait(5)
     assert thread.close(5.0)
 
 
@@ -55,12 +90,12 @@ async def test_a_turn_that_does_not_end_is_a_stall_and_idling_is_none() -> None:
     thread.start()
     assert entered.wait(5)
     clock.advance(9.0)
-    assert not thread.stalled(10.0)
+    assert thread.stalled_s() == 9.0
     clock.advance(2.0)
-    assert thread.stalled(10.0)
+    assert thread.stalled_s() == 11.0
     leave.set()
     assert thread.close(5.0)
-    assert not thread.stalled(10.0)
+    assert thread.stalled_s() == 0.0
 
 
 async def test_what_comes_while_it_waits_for_the_cores_is_part_of_the_turn(tmp_path: Path) -> None:
