@@ -50,7 +50,9 @@ class HandoffSettings(Section):
 class PrefillSettings(Section):
     """The prefill worker."""
 
-    chunk_tokens: int = Field(256, ge=16, description="Prompt tokens computed a step.")
+    chunk_tokens: int = Field(
+        256, ge=16, description="Prompt tokens computed a step; a quarter more where none are left then."
+    )
     max_waiting: int = Field(256, ge=1)
     max_leases: int = Field(512, ge=1)
 

@@ -84,9 +84,13 @@ class DecodeLoop:
         self.reserve(request, answered)
 
     def begin(self, request: Request, logits: Tensor) -> None:
-        """The hand-off is complete: its planes are in the reserved slots, `logits` [vocabulary] came with it."""
+        """The hand-off is complete: its planes are in the reserved slots, `logits` [vocabulary] came with it.
+
+        The first token is on its way when this returns: it does not wait for the step that draws the second.
+        """
         self._target.mask_padding(logits)
         self._lifecycle.begin(request, logits)
+        self._flush()
 
     def drop(self, request: Request) -> None:
         """Nobody waits for it any more. Idempotent."""

@@ -23,6 +23,11 @@ class Span:
     start: int
     end: int
 
+    @property
+    def num_tokens(self) -> int:
+        """How many they are."""
+        return self.end - self.start
+
     def between(self, start: int, end: int) -> "Span":
         """What of it lies in start … end - 1."""
         first = min(max(self.start, start), end)

@@ -112,7 +112,7 @@ class PrefillRunner:
         return await asyncio.to_thread(self._thread.close, timeout_s)
 
     def submit(self, lease: Lease) -> None:
-        """Queue a prompt; its lease gets a report after every chunk, or an error."""
+        """Queue a prompt; its lease gets a report when it has blocks and after every chunk, or an error."""
         self._thread.post(lambda: self._add(lease))
 
     def release(self, lease: Lease) -> None:
@@ -195,7 +195,10 @@ class PrefillRunner:
         return admission.admitted
 
     def _open(self, prompt: _Prompt) -> None:
-        """Blocks for the whole prompt at once: a prompt that has begun can always end."""
+        """Blocks for the whole prompt at once: a prompt that has begun can always end.
+
+        It is reported at once: the receiver makes room while the first chunk is computed.
+        """
         kv = self._engine.kv
         job = prompt.lease.job
         num_tokens = len(job.token_ids)
@@ -206,6 +209,7 @@ class PrefillRunner:
         prompt.progress = Progress(slots, num_cached, num_cached)
         prompt.started_s = self._changed_s = self._clock.now_s()
         self._metrics.tokens("cached", num_cached)
+        self._tell(prompt.lease.report, prompt.progress)
 
     def _step(self) -> None:
         running = {p.number: p for p in self._prompts.values() if p.table is not None and p.remaining}

@@ -65,10 +65,11 @@ def plan_chunks(running: Sequence[RunningView], num_rows: int) -> tuple[ChunkPla
     """How `num_rows` rows are shared; `running` in order of arrival.
 
     The oldest prompt has half of the rows for sure, so every prompt ends in bounded time. The others are
-    served by what remains of them, the shortest first, and the oldest takes what they leave.
+    served by what remains of them, the shortest first, and the oldest takes what they leave. Where it takes at most
+    a quarter of a step more, all that remains goes into this one: a step of few rows costs more than they do.
     """
-    if not running:
-        return ()
+    if sum(view.remaining for view in running) <= num_rows + num_rows // 4:
+        return tuple(ChunkPlan(view.key, view.remaining) for view in running)
     oldest, *others = running
     left = num_rows - min(oldest.remaining, -(-num_rows // 2))
     plans: list[ChunkPlan] = []

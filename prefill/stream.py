@@ -90,10 +90,18 @@ class PrefillStream:
     async def _wait_for_more(self, call: FetchCall, sent: int) -> None:
         seen_steps = self._num_steps()
         patience_s = self._settings.progress_timeout_s / 4
-        while not await self._lease.wait_until(lambda: self._current().num_computed > sent, patience_s):
+        while not await self._lease.wait_until(lambda: self._worth_sending(sent), patience_s):
             if self._num_steps() != seen_steps:
                 seen_steps = self._num_steps()
                 await self._write(call, prefill_pb2.FetchDown(chunk=prefill_pb2.Chunk()))
+
+    def _worth_sending(self, sent: int) -> bool:
+        """Whether what is computed and not sent fills a message, or is the rest."""
+        num_computed = self._current().num_computed
+        layout = self._kv.layout
+        num_bytes = layout.kv_token_bytes * self._request.kv.between(sent, num_computed).num_tokens
+        num_bytes += layout.hidden_token_bytes * self._request.hidden.between(sent, num_computed).num_tokens
+        return num_bytes >= self._message_bytes or num_computed == len(self._request.job.token_ids)
 
     async def _send_message(
         self, call: FetchCall, progress: Progress, planes: tuple[PlaneRange, ...]

@@ -22,6 +22,12 @@ def test_a_prompt_alone_has_the_whole_step() -> None:
     assert plan_chunks([], 256) == ()
 
 
+def test_a_short_tail_costs_no_step_of_its_own() -> None:
+    assert rows([RunningView(0, 320)], 256) == {0: 320}
+    assert rows([RunningView(0, 321)], 256) == {0: 256}
+    assert rows([RunningView(0, 200), RunningView(1, 100)], 256) == {0: 200, 1: 100}
+
+
 def test_a_short_prompt_behind_a_long_one_is_done_in_its_first_step() -> None:
     assert rows([RunningView(0, 10_000), RunningView(1, 100)], 256) == {0: 156, 1: 100}
 
@@ -41,7 +47,8 @@ def test_a_step_is_full_or_all_is_in_it_and_nobody_gets_more_than_remains(
     remaining: list[int], num_rows: int
 ) -> None:
     planned = rows([RunningView(key, count) for key, count in enumerate(remaining)], num_rows)
-    assert sum(planned.values()) == min(num_rows, sum(remaining))
+    total = sum(remaining)
+    assert sum(planned.values()) == (total if total <= num_rows + num_rows // 4 else num_rows)
     assert all(0 < count <= remaining[key] for key, count in planned.items())
 
 
