@@ -82,6 +82,7 @@ class TestDuplicates:
         gate = StepGate()
         async with toy_rig(gate=gate) as (rig, _), rig.raw_stream(prompt(20)) as call:
             await entered(gate)
+            assert (await read(call)).WhichOneof("message") == "announce"
             await call.write(prefill_pb2.FetchUp(acknowledge=prefill_pb2.Acknowledge(checksum=checksum)))
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
             gate.open()

@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from core.grpc_server import make_server
 from core.records import PrefillPeer, SamplingParams, SpeculationParams
 from core.settings import DecodeSettings, EngineSettings, GrpcSettings, HandoffSettings
 from decode.handoff import HandoffSink, PeerUnavailable
+from engine.engine import Engine
+from engine.step_batch import SequenceStep, StepResult
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
 from prefill.service import PrefillService
 from tests.integration.decode.conftest import prompt_of
@@ -297,3 +300,26 @@ async def test_a_ticket_that_expires_in_the_queue_costs_no_answer(
         assert time.monotonic() - began_s > 0.02, "its ticket had not expired"
         assert (queued.ids, outcome(queued)) == (expected.ids, "own_prefill")
         await stand.idle()
+
+
+async def test_the_first_token_does_not_wait_for_the_step_that_draws_the_second(
+    stand: DecodeStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived = threading.Event()
+    waited: list[bool] = []
+    step = Engine.step
+
+    def step_after_the_first_token(engine: Engine, sequences: Sequence[SequenceStep]) -> StepResult:
+        if engine is stand.worker.engine and not waited:
+            waited.append(arrived.wait(5.0))
+        return step(engine, sequences)
+
+    monkeypatch.setattr(Engine, "step", step_after_the_first_token)
+    answer = Answer()
+    async for event in stand.stub.Generate(stand.request(prompt_of(40), SAMPLED), timeout=30):
+        answer.take(event)
+        if answer.ids:
+            arrived.set()
+    assert outcome(answer) == "ok"
+    assert waited == [True]
+    assert len(answer.ids) == SAMPLED.max_tokens
