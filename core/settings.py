@@ -5,11 +5,14 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from core.errors import InvalidArgument
+
+_CHUNK_MARGIN_BYTES = 2**18
+"""What a message of planes holds beside them."""
 
 
 class Section(BaseModel):
@@ -195,6 +198,16 @@ class ServeSettings(Section):
     telemetry: TelemetrySettings = TelemetrySettings()
     security: SecuritySettings = SecuritySettings()
 
+    @model_validator(mode="after")
+    def _chunks_fit_in_messages(self) -> Self:
+        most = self.grpc.max_message_bytes - _CHUNK_MARGIN_BYTES
+        if self.handoff.chunk_bytes > most:
+            raise ValueError(
+                f"handoff.chunk_bytes: {self.handoff.chunk_bytes} do not fit in a message; "
+                f"at most {most}, or a larger grpc.max_message_bytes"
+            )
+        return self
+
 
 def load_settings(file: Path | None, overrides: dict[str, Any]) -> ServeSettings:
     """Defaults, then `file` (TOML), then `overrides` (dotted keys). Raises InvalidArgument naming the key."""
@@ -214,4 +227,8 @@ def load_settings(file: Path | None, overrides: dict[str, Any]) -> ServeSettings
         return ServeSettings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidArgument(".".join(str(part) for part in first["loc"]), first["msg"]) from error
+        place = ".".join(str(part) for part in first["loc"])
+        field, _, message = first["msg"].removeprefix("Value error, ").partition(": ")
+        if place:
+            field, message = place, first["msg"]
+        raise InvalidArgument(field, message) from error

@@ -97,8 +97,10 @@ class Outbox:
                 await self._release_merged()
             self._num_released -= 1
         delta = self._deltas.popleft()
-        if self.blocked and len(self._deltas) <= self._max_deltas // 2:
-            self._set_blocked(False)
+        if len(self._deltas) <= self._max_deltas // 2:
+            self._merged_tokens = 0
+            if self.blocked:
+                self._set_blocked(False)
         return delta
 
     async def _release_merged(self) -> None:

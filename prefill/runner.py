@@ -209,6 +209,7 @@ class PrefillRunner:
         prompt.progress = Progress(slots, num_cached, num_cached)
         prompt.started_s = self._changed_s = self._clock.now_s()
         self._metrics.tokens("cached", num_cached)
+        self.state = self._snapshot()
         self._tell(prompt.lease.report, prompt.progress)
 
     def _step(self) -> None:

@@ -1,5 +1,6 @@
 """The gRPC face of a prefill worker."""
 
+import asyncio
 import logging
 from typing import Any, NoReturn
 
@@ -59,7 +60,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         trace = context_from_metadata(context.invocation_metadata())
         timeout_s = context.time_remaining()
         try:
-            first = await call.read()
+            first = await self._opening(call)
             if first is None or first.WhichOneof("message") != "open":
                 raise InvalidArgument("message", "the first message opens the stream")
             await self._worker.serve(first.open, call, trace, timeout_s)
@@ -68,6 +69,14 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         except Exception:  # boundary: our own fault ends this stream only
             _LOG.exception("a Fetch failed")
             await _refuse(context, Internal("prefill failed"))
+
+    async def _opening(self, call: _ServerCall) -> prefill_pb2.FetchUp | None:
+        patience_s = self._worker.patience_s
+        try:
+            async with asyncio.timeout(patience_s):
+                return await call.read()
+        except TimeoutError as error:
+            raise Cancelled(f"hand-off: the stream was not opened within {patience_s} s") from error
 
 
 class PrefillAdminService(admin_pb2_grpc.AdminServicer):

@@ -123,6 +123,11 @@ class PrefillWorker:
         await self._runner.call(self._kv.check)
 
     @property
+    def patience_s(self) -> float:
+        """How long a receiver may be silent."""
+        return self._handoff.progress_timeout_s
+
+    @property
     def ready(self) -> bool:
         """Whether new prompts can be computed: started, not draining, and the pool is not stuck."""
         return self._started and not self.draining and not self._stuck()

@@ -12,6 +12,7 @@ from core.clock import FakeClock
 from core.errors import DeadlineExceeded
 from decode.handoff import PeerRefused
 from engine.kv_cache import OutOfBlocks
+from outrider.v1 import prefill_pb2_grpc
 from tests.support.handoff_rig import Rig, TableSink
 from tests.support.stalling_receiver import pack
 from tests.support.toy_engine import StepGate
@@ -73,6 +74,13 @@ class TestReceiversThatLeave:
                 assert not rig.worker.status().ready
             await rig.idle()
             assert rig.worker.status().ready
+
+    async def test_a_stream_that_is_never_opened_ends_after_the_progress_deadline(self) -> None:
+        async with toy_rig(handoff=QUICK) as (rig, _):
+            async with grpc.aio.insecure_channel(rig.peer.address) as channel:
+                call = prefill_pb2_grpc.PrefillStub(channel).Fetch()
+                assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.CANCELLED
+            await assert_serves(rig, prompt(90))
 
     async def test_a_receiver_that_takes_nothing_in_loses_its_blocks_after_the_progress_deadline(
         self,

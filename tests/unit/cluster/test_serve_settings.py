@@ -32,6 +32,13 @@ def test_a_pair_without_key_or_value_is_refused(pair: str) -> None:
         parse_overrides([pair])
 
 
+def test_chunks_that_fit_in_no_message_are_refused_by_their_name() -> None:
+    with pytest.raises(InvalidArgument, match=r"grpc\.max_message_bytes") as refused:
+        load_settings(None, {"handoff.chunk_bytes": 8 * 2**20})
+    assert refused.value.field == "handoff.chunk_bytes"
+    load_settings(None, {"handoff.chunk_bytes": 8 * 2**20, "grpc.max_message_bytes": 9 * 2**20})
+
+
 def test_missing_ticket_keys_are_drawn_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUTRIDER_TICKET_KEYS", raising=False)
     first, second = (complete_secrets(ServeSettings.model_validate({})).security for _ in range(2))

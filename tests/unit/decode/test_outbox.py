@@ -71,6 +71,17 @@ async def test_a_reader_further_behind_blocks_and_one_that_caught_up_goes_on() -
     assert changes == [True, False]
 
 
+async def test_a_reader_that_caught_up_owes_nothing_for_what_was_merged_before() -> None:
+    changes: list[bool] = []
+    outbox = Outbox(4, changes.append)
+    for _ in range(10):
+        for token_id in range(7):
+            outbox.put(delta(token_id))
+        while len(outbox):
+            await outbox.get()
+    assert changes == []
+
+
 async def test_a_waiting_reader_is_woken() -> None:
     outbox = Outbox(4, lambda blocked: None)
     reader = asyncio.create_task(outbox.get())
