@@ -112,7 +112,7 @@ class PrefillRunner:
         return await asyncio.to_thread(self._thread.close, timeout_s)
 
     def submit(self, lease: Lease) -> None:
-        """Queue a prompt; its lease gets a report when it has blocks and after every chunk, or an error."""
+        """Queue a prompt; its lease gets a report when its turn comes and after every chunk, or an error."""
         self._thread.post(lambda: self._add(lease))
 
     def release(self, lease: Lease) -> None:
@@ -144,6 +144,7 @@ class PrefillRunner:
         try:
             self._drop_expired()
             self._admit()
+            self.state = self._snapshot()
             self._step()
         except Exception:  # boundary: what cannot be planned ends its prompts, not the worker
             _LOG.exception("a turn of the prefill worker failed; its prompts end with INTERNAL")
@@ -195,10 +196,7 @@ class PrefillRunner:
         return admission.admitted
 
     def _open(self, prompt: _Prompt) -> None:
-        """Blocks for the whole prompt at once: a prompt that has begun can always end.
-
-        It is reported at once: the receiver makes room while the first chunk is computed.
-        """
+        """Blocks for the whole prompt at once: a prompt that has begun can always end."""
         kv = self._engine.kv
         job = prompt.lease.job
         num_tokens = len(job.token_ids)
@@ -209,8 +207,6 @@ class PrefillRunner:
         prompt.progress = Progress(slots, num_cached, num_cached)
         prompt.started_s = self._changed_s = self._clock.now_s()
         self._metrics.tokens("cached", num_cached)
-        self.state = self._snapshot()
-        self._tell(prompt.lease.report, prompt.progress)
 
     def _step(self) -> None:
         running = {p.number: p for p in self._prompts.values() if p.table is not None and p.remaining}
@@ -219,6 +215,7 @@ class PrefillRunner:
         if not plans:
             return
         prompts = [running[plan.key] for plan in plans]
+        self._announce(prompts)
         began_s = self._clock.now_s()
         try:
             result = self._engine.step([_rows(p, plan) for p, plan in zip(prompts, plans, strict=True)])
@@ -235,6 +232,13 @@ class PrefillRunner:
         self._metrics.tokens("prefilled", num_rows)
         for index, (prompt, plan) in enumerate(zip(prompts, plans, strict=True)):
             self._advance(prompt, plan, result, index)
+
+    def _announce(self, prompts: Sequence[_Prompt]) -> None:
+        """Whose turn it is for the first time: its receiver makes room while the chunk is computed."""
+        for prompt in prompts:
+            assert prompt.progress is not None
+            if prompt.progress.num_computed == prompt.progress.num_cached:
+                self._tell(prompt.lease.report, prompt.progress)
 
     def _advance(self, prompt: _Prompt, plan: ChunkPlan, result: StepResult, index: int) -> None:
         assert prompt.table is not None
