@@ -52,15 +52,19 @@ def fault_p_values(num_chains: int) -> dict[str, float]:
     return {fault: holm(judge(scenario, run(scenario, fault)))[0].p_value for fault in FAULTS}
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where everything held."""
     options = _options(arguments)
-    tests = synthetic_tests(options.chains, print)
+    tests = synthetic_tests(options.chains, _say)
     if options.address:
         plan = ServedPlan(
             options.address, Path(options.model), options.pairs, options.drafter, options.concurrency
         )
-        tests += served_tests(plan, print)
+        tests += served_tests(plan, _say)
     corrected = holm(tests)
     print(
         f"{len(tests)} tests, smallest p after Holm's correction {corrected[0].p_value:.2e} ({corrected[0].name})"

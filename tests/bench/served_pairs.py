@@ -26,6 +26,7 @@ MAX_TOKENS = 8
 """More than the two that are judged: short answers are not drafted for."""
 PROMPT = "red green blue red green blue red green yellow red green"
 FIRST_SEED = 10_000_000
+PROGRESS_EVERY = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,13 @@ def served_tests(plan: ServedPlan, report: Callable[[str], None]) -> list[FitTes
     ]
     for arm, (drafter, verification) in enumerate(arms):
         first_seed = FIRST_SEED + (plan.num_pairs if verification == "rejection" else 0)
-        pairs, accepted = asyncio.run(_draw(plan, prompt_ids, drafter, verification, first_seed))
         name = f"served {drafter} {verification}"
+
+        def progress(done: int, name: str = name) -> None:
+            if done % PROGRESS_EVERY == 0 or done == plan.num_pairs:
+                report(f"{name}: {done} of {plan.num_pairs}")
+
+        pairs, accepted = asyncio.run(_draw(plan, prompt_ids, drafter, verification, first_seed, progress))
         tests += judge_pairs(name, pairs, table)
         report(f"{name}: {len(pairs)} continuations, {accepted} draft tokens accepted")
         if arm > 0 and accepted == 0:
@@ -118,10 +124,16 @@ def _truncated(row: torch.Tensor) -> tuple[list[int], np.ndarray[tuple[int], np.
 
 
 async def _draw(
-    plan: ServedPlan, prompt_ids: list[int], drafter: str, verification: Verification, first_seed: int
+    plan: ServedPlan,
+    prompt_ids: list[int],
+    drafter: str,
+    verification: Verification,
+    first_seed: int,
+    progress: Callable[[int], None],
 ) -> tuple[list[tuple[int, int]], int]:
     """The pairs, and how many draft tokens were accepted in all."""
     slots = asyncio.Semaphore(plan.concurrency)
+    num_done = 0
     async with AsyncClient(plan.address, timeout_s=120.0) as client, asyncio.TaskGroup() as group:
 
         async def one(seed: int) -> tuple[tuple[int, int], int]:
@@ -136,6 +148,9 @@ async def _draw(
                     drafter=drafter,
                     verification=verification,
                 )
+            nonlocal num_done
+            num_done += 1
+            progress(num_done)
             first, second = result.token_ids[:2]
             return (first, second), result.speculation.accepted_tokens
 
