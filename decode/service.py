@@ -54,7 +54,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         refusal: ServiceError | None = None
         try:
             await self._relay(live, context)
-            status = "OK"
+            status = (
+                "OK"  # also where the router, having read the last message, hangs up before the write returns
+            )
+            await context.write(decode_pb2.DecodeEvent(finished=_finished_to_wire(live)))
         except ServiceError as error:
             refusal = error
         except Exception:  # boundary: a fault of ours is one request's INTERNAL
@@ -82,7 +85,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             await context.write(decode_pb2.DecodeEvent(delta=_delta_to_wire(delta)))
 
         await self._worker.serve(live, deadline_s, started, send)
-        await context.write(decode_pb2.DecodeEvent(finished=_finished_to_wire(live)))
 
 
 class DecodeAdminService(admin_pb2_grpc.AdminServicer):

@@ -224,7 +224,8 @@ class DecodeWorker:
                 async with asyncio.TaskGroup() as tasks:
                     bringing = tasks.create_task(self._bring(live, deadline_s))
                     error = await _relay(live, started, send)
-                    bringing.cancel()
+                    if error is not None:
+                        bringing.cancel()
         except TimeoutError:
             error = live.timeout_error()
         finally:

@@ -17,6 +17,7 @@ from engine.core_turns import NoTurns, Turns, turn_of
 Result = TypeVar("Result")
 Answer = Callable[[Exception | None], None]
 _LOG = logging.getLogger(__name__)
+_LONGEST_IDLE_S = 3600.0
 
 
 class EngineThread:
@@ -113,7 +114,8 @@ class EngineThread:
                 return
             if not self._turn_on_the_cores():
                 self._busy_since_s = None
-                self._wake.wait(self._idle_s())
+                idle_s = self._idle_s()
+                self._wake.wait(_LONGEST_IDLE_S if idle_s is None else min(idle_s, _LONGEST_IDLE_S))
                 self._wake.clear()
 
     def _turn_on_the_cores(self) -> bool:

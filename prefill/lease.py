@@ -60,13 +60,17 @@ class Lease:
         """Something else that the stream waits for has changed."""
         self._changed.set()
 
+    def raise_failure(self) -> None:
+        """The error that it failed with, where it did: what was copied since may be somebody else's."""
+        if self._error is not None:
+            raise self._error
+
     async def wait_until(self, reached: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Whether it was reached in time. Raises the error that the lease failed with."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    if self._error is not None:
-                        raise self._error
+                    self.raise_failure()
                     if reached():
                         return True
                     self._changed.clear()

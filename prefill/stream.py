@@ -132,6 +132,7 @@ class PrefillStream:
             checksum=self._committed,
             prefill_s=progress.prefill_s,
         )
+        self._lease.raise_failure()
         await self._write(call, prefill_pb2.FetchDown(commit=commit))
         await self._wait(lambda: self._acknowledged, "does not acknowledge")
 

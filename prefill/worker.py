@@ -255,6 +255,8 @@ class PrefillWorker:
     def _stuck(self) -> bool:
         """Prompts wait for blocks, and none has moved for as long as a receiver may be silent."""
         state = self._runner.state
+        if math.isinf(self._runner.stalled_s()):
+            return True
         if state.waiting == 0 or state.running > 0:
-            return math.isinf(self._runner.stalled_s())
+            return False
         return self._clock.now_s() - state.changed_s > self._handoff.progress_timeout_s

@@ -5,6 +5,7 @@ CASES B32, B43, B49, B51, B53.
 
 import asyncio
 from dataclasses import replace
+from typing import cast
 
 import grpc.aio
 import pytest
@@ -17,7 +18,8 @@ from core.errors import (
     Unavailable,
 )
 from core.records import SamplingParams, SpeculationParams
-from outrider.v1 import admin_pb2
+from decode.service import DecodeService, EventContext
+from outrider.v1 import admin_pb2, decode_pb2
 from tests.integration.decode.conftest import VOCAB, prompt_of
 from tests.support.decode_stand import Answer, DecodeStand
 
@@ -320,3 +322,35 @@ async def test_a_caller_of_the_whole_answer_gets_the_same_tokens_in_few_deltas(s
     assert answer.ids == plain.ids
     assert 2 <= num_deltas < 30
     await stand.idle()
+
+
+async def test_who_hangs_up_with_the_last_message_in_hand_was_answered(
+    stand: DecodeStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[str] = []
+    finished = stand.worker.metrics.request_finished
+
+    def record(status: str, *labels: str) -> None:
+        statuses.append(status)
+        finished(status, *labels)
+
+    monkeypatch.setattr(stand.worker.metrics, "request_finished", record)
+
+    class HangsUp:
+        """The server's side of a call whose other end has gone when its last message is written."""
+
+        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+            return ()
+
+        def time_remaining(self) -> float:
+            return 30.0
+
+        async def write(self, event: decode_pb2.DecodeEvent) -> None:
+            if event.HasField("finished"):
+                raise asyncio.CancelledError
+
+    request = stand.request(prompt_of(9), SAMPLED)
+    with pytest.raises(asyncio.CancelledError):
+        await DecodeService(stand.worker).Generate(request, cast(EventContext, HangsUp()))
+    await stand.idle()
+    assert statuses == ["OK"]

@@ -12,12 +12,15 @@ from typing import cast
 
 import pytest
 from grpc.aio import ServicerContext
+from torch import Tensor
 
 from core.errors import DataLoss, FailedPrecondition, Unavailable
 from core.grpc_server import make_server
 from core.records import PrefillPeer, SamplingParams, SpeculationParams
 from core.settings import DecodeSettings, EngineSettings, GrpcSettings, HandoffSettings
+from decode.choice import Request
 from decode.handoff import HandoffSink, PeerUnavailable
+from decode.loop import DecodeLoop
 from engine.engine import Engine
 from engine.step_batch import SequenceStep, StepResult
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
@@ -323,3 +326,20 @@ async def test_the_first_token_does_not_wait_for_the_step_that_draws_the_second(
     assert outcome(answer) == "ok"
     assert waited == [True]
     assert len(answer.ids) == SAMPLED.max_tokens
+
+
+async def test_an_answer_that_ends_with_its_first_token_tells_of_its_hand_off(
+    stand: DecodeStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = DecodeLoop.begin
+
+    def begin_and_linger(loop: DecodeLoop, request: Request, logits: Tensor) -> None:
+        begin(loop, request, logits)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(DecodeLoop, "begin", begin_and_linger)
+    answer = await stand.ask(prompt_of(40), replace(SAMPLED, max_tokens=1), salt=b"one")
+    assert outcome(answer) == "ok"
+    assert answer.finished is not None
+    assert answer.finished.handoff.prefill_worker_id == "prefill-0"
+    assert answer.finished.timing.prefill_s > 0

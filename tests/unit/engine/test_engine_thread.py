@@ -56,6 +56,20 @@ async def test_idle_it_looks_again_when_told_to() -> None:
     assert thread.close(5.0)
 
 
+async def test_idling_for_ages_is_no_error() -> None:
+    idled = threading.Event()
+
+    def ages() -> float:
+        idled.set()
+        return 3.6e11
+
+    thread = EngineThread(lambda: False, FakeClock(), idle_s=ages)
+    thread.start()
+    assert idled.wait(5)
+    assert await thread.call(lambda: 7) == 7
+    assert thread.close(5.0)
+
+
 async def test_it_takes_turns_while_there_is_work_and_then_waits_to_be_woken() -> None:
     turns: list[int] = []
     waiting = threading.Event()
