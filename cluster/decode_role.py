@@ -6,12 +6,32 @@ from typing import Self
 from cluster.engines import load_engine, on_passing_thread, worker_record
 from cluster.roles import Surroundings, model_directory
 from cluster.specs import WorkerSpec
+from core.environment import cache_directory
+from core.errors import InvalidArgument
+from core.model_store import resolve_model
 from core.records import WorkerRecord
+from core.settings import DecodeSettings
 from core.ticket import TicketKeys
 from core.tokenizer import Tokenizer
 from decode.service import DecodeAdminService, DecodeService
 from decode.worker import DecodeWorker
 from outrider.v1 import admin_pb2_grpc, decode_pb2_grpc
+
+
+def _with_draft_directory(settings: DecodeSettings) -> DecodeSettings:
+    """The draft model by its directory: like the target it may be named by an alias or a hub id."""
+    draft = settings.drafters.draft_model
+    if draft is None:
+        return settings
+    try:
+        directory = resolve_model(draft.model, cache_directory())
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            "decode_worker.drafters.draft_model.model", error.message.partition(": ")[2]
+        ) from error
+    named = draft.model_copy(update={"model": str(directory)})
+    drafters = settings.drafters.model_copy(update={"draft_model": named})
+    return settings.model_copy(update={"drafters": drafters})
 
 
 class DecodeRole:
@@ -26,12 +46,13 @@ class DecodeRole:
     async def build(cls, spec: WorkerSpec, around: Surroundings) -> Self:
         """See `cluster.roles.build_role`."""
         settings = spec.settings
+        decode = await asyncio.to_thread(lambda: _with_draft_directory(settings.decode_worker))
         engine = await on_passing_thread(lambda: load_engine(spec))
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.from_directory(model_directory(spec)))
         worker = await on_passing_thread(
             lambda: DecodeWorker(
                 engine,
-                settings.decode_worker,
+                decode,
                 settings.handoff,
                 around.identity,
                 tokenizer,

@@ -51,6 +51,7 @@ class RouterRole:
             model,
             around.identity,
             metrics=around.metrics.metrics,
+            metrics_address=around.metrics.address,
         )
         RouterService(router).add_to(around.rpc.server)
         await router.start()

@@ -39,14 +39,24 @@ class WorkerFailed:
 def worker_specs(settings: ServeSettings, redis_url: str, host: str | None) -> tuple[WorkerSpec, ...]:
     """All workers of a deployment, the router last and on its own address.
 
-    Prefill and decode listen on any port of `host`; None: of the node that each is placed on.
+    Prefill and decode listen on any port of `host`; None: of the node that each is placed on. On one host the
+    router has the metrics port that is named, the workers the following ones.
     """
     listen = None if host is None else f"{host}:0"
+    names: list[tuple[str, WorkerRole]] = [
+        (f"prefill-{index}", "prefill") for index in range(settings.prefill)
+    ]
+    names += [(f"decode-{index}", "decode") for index in range(settings.decode)]
 
-    def workers(role: WorkerRole, count: int) -> tuple[WorkerSpec, ...]:
-        return tuple(
-            WorkerSpec(f"{role}-{index}", role, settings, redis_url, listen) for index in range(count)
-        )
+    def own(place: int) -> ServeSettings:
+        port = settings.telemetry.metrics_port
+        if host is None or not port:
+            return settings
+        telemetry = settings.telemetry.model_copy(update={"metrics_port": port + place})
+        return settings.model_copy(update={"telemetry": telemetry})
 
-    router = WorkerSpec("router-0", "router", settings, redis_url, settings.listen)
-    return (*workers("prefill", settings.prefill), *workers("decode", settings.decode), router)
+    workers = (
+        WorkerSpec(name, role, own(place), redis_url, listen)
+        for place, (name, role) in enumerate(names, start=1)
+    )
+    return (*workers, WorkerSpec("router-0", "router", own(0), redis_url, settings.listen))

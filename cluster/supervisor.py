@@ -21,11 +21,19 @@ from typing import Final, TextIO
 
 from cluster.local import free_port
 from cluster.processes import adopt_orphans, end_descendants
-from cluster.specs import WorkerSpec, worker_specs
+from cluster.specs import WorkerReady, WorkerSpec, worker_specs
 from core.auth import split_address
-from core.environment import compute_thread_variables, log_directory, remove_secrets, set_variables
+from core.environment import (
+    cache_directory,
+    compute_thread_variables,
+    log_directory,
+    remove_secrets,
+    set_variables,
+)
 from core.errors import FailedPrecondition, ServiceError
 from core.grpc_admin import AdminClient
+from core.grpc_server import require_free
+from core.model_store import resolve_model
 from core.settings import RegistrySettings, ServeSettings
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -124,7 +132,15 @@ async def _run_local(settings: ServeSettings, directory: Path, events: Events, s
     from cluster.pools import Pools, leave_ray, start_local_ray
 
     settings = _with_turns(_with_port(settings), directory)
-    events.send("progress", f"starting redis and ray (logs: {directory})")
+    require_free(settings.listen)
+    resolving = asyncio.to_thread(
+        resolve_model, settings.model, cache_directory(), lambda line: events.send("progress", line)
+    )
+    if not await _unless_stopped(resolving, stop):
+        _end(directory)
+        os._exit(0)
+    fate = "" if log_directory() is not None else "; OUTRIDER_LOG_DIRECTORY=FOLDER keeps them"
+    events.send("progress", f"starting redis and ray (logs: {directory}{fate})")
     async with _control_state(settings.redis_url, directory, settings.registry) as redis_url:
         specs = worker_specs(settings, redis_url, "127.0.0.1")
         await asyncio.to_thread(start_local_ray, len(specs), directory / "ray")
@@ -134,7 +150,7 @@ async def _run_local(settings: ServeSettings, directory: Path, events: Events, s
         waiting = asyncio.to_thread(
             pools.wait_ready,
             settings.start_timeout_s,
-            lambda ready: events.send("progress", f"{ready.worker_id} ready on {ready.address}"),
+            lambda ready: events.send("progress", _ready_line(ready)),
         )
         if not await _unless_stopped(waiting, stop):
             _end(directory)
@@ -168,7 +184,7 @@ async def _until_routed(settings: ServeSettings, specs: Sequence[WorkerSpec]) ->
             await asyncio.sleep(_LOOK_AGAIN_S)
 
 
-async def _unless_stopped(waiting: Coroutine[None, None, None], stop: asyncio.Event) -> bool:
+async def _unless_stopped(waiting: Coroutine[None, None, object], stop: asyncio.Event) -> bool:
     """Whether `waiting` ended before `stop`; its error is raised."""
     work = asyncio.create_task(waiting)
     stopped = asyncio.create_task(stop.wait())
@@ -206,7 +222,7 @@ async def _deploy_to_cluster(settings: ServeSettings, events: Events) -> None:
         await asyncio.to_thread(
             pools.wait_ready,
             settings.start_timeout_s,
-            lambda ready: events.send("progress", f"{ready.worker_id} ready on {ready.address}"),
+            lambda ready: events.send("progress", _ready_line(ready)),
         )
         await _until_routed(settings, specs)
     except ServiceError:
@@ -214,6 +230,11 @@ async def _deploy_to_cluster(settings: ServeSettings, events: Events) -> None:
         raise
     events.send("ready", settings.listen)
     await asyncio.to_thread(leave_ray)
+
+
+def _ready_line(ready: WorkerReady) -> str:
+    metrics = f", metrics on http://{ready.metrics_address}/metrics" if ready.metrics_address else ""
+    return f"{ready.worker_id} ready on {ready.address}{metrics}"
 
 
 def _with_port(settings: ServeSettings) -> ServeSettings:

@@ -1,6 +1,8 @@
 """How every gRPC server of ours is made: options from one place, bearer tokens, health, clear bind errors."""
 
+import socket
 from dataclasses import dataclass, field
+from typing import Final
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -10,6 +12,8 @@ from core.errors import FailedPrecondition
 from core.grpc_auth import BearerInterceptor
 from core.grpc_options import server_options
 from core.settings import GrpcSettings
+
+_NOT_BOUND: Final = "the port is in use, or the host is not this machine"
 
 
 @dataclass(slots=True)
@@ -37,9 +41,9 @@ class RpcServer:
         try:
             bound = self.server.add_insecure_port(address)
         except RuntimeError as error:
-            raise FailedPrecondition("listen", f"cannot bind {address}: in use or not ours") from error
+            raise FailedPrecondition("listen", f"cannot bind {address}: {_NOT_BOUND}") from error
         if bound == 0:
-            raise FailedPrecondition("listen", f"cannot bind {address}: in use or not ours")
+            raise FailedPrecondition("listen", f"cannot bind {address}: {_NOT_BOUND}")
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         return self.address
 
@@ -74,3 +78,14 @@ def make_server(settings: GrpcSettings, bearer_token: str | None = None) -> RpcS
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     return RpcServer(server=server, health=servicer, bearer_token=bearer_token)
+
+
+def require_free(address: str) -> None:
+    """Raises FailedPrecondition naming `listen` where `HOST:PORT` cannot be bound now."""
+    host, port = split_address(address)
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise FailedPrecondition("listen", f"cannot bind {address}: {_NOT_BOUND}") from error

@@ -15,6 +15,7 @@ from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetr
 from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
 
 from core import telemetry_names as names
+from core.errors import FailedPrecondition
 from core.records import SpeculationReport
 from core.settings import TelemetrySettings
 from core.telemetry import resource
@@ -165,7 +166,12 @@ class MetricsServer:
         from prometheus_client import CollectorRegistry, start_http_server
 
         registry = CollectorRegistry()
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        try:
+            server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        except OSError as error:
+            raise FailedPrecondition(
+                "telemetry.metrics_port", f"127.0.0.1:{port} cannot be bound ({error.strerror})"
+            ) from error
         self.address = f"127.0.0.1:{server.server_port}"
 
         def stop() -> None:

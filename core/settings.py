@@ -1,11 +1,12 @@
 """All settings: read once, frozen, closed. Each part is handed its own section only.
 
-`load_settings` merges defaults < file (TOML, YAML-free) < command line. Nothing here reads the environment.
+`load_settings` merges defaults < file (TOML) < command line. Nothing here reads the environment.
 """
 
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -163,7 +164,12 @@ class TelemetrySettings(Section):
     """Spans and metrics. `otlp_endpoint` None: no export."""
 
     otlp_endpoint: str | None = None
-    metrics_port: int | None = Field(0, description="Prometheus port on loopback; 0: any; None: off.")
+    metrics_port: int | None = Field(
+        0,
+        ge=0,
+        le=65000,
+        description="Prometheus port on loopback: the router's; workers beside it take the next. 0: any; None: off.",
+    )
     service_namespace: str = "outrider"
 
 
@@ -215,8 +221,10 @@ def load_settings(file: Path | None, overrides: dict[str, Any]) -> ServeSettings
     if file is not None:
         try:
             values = tomllib.loads(file.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise InvalidArgument("config", f"{file}: {error}") from error
+        except OSError as error:
+            raise InvalidArgument("config", f"{file}: {error.strerror}") from error
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise InvalidArgument("config", f"{file} is no TOML: {error}") from error
     for dotted, value in overrides.items():
         section = values
         *parents, leaf = dotted.split(".")
@@ -231,4 +239,21 @@ def load_settings(file: Path | None, overrides: dict[str, Any]) -> ServeSettings
         field, _, message = first["msg"].removeprefix("Value error, ").partition(": ")
         if place:
             field, message = place, first["msg"]
+        if first["type"] == "extra_forbidden":
+            message = _no_such_setting(first["loc"])
         raise InvalidArgument(field, message) from error
+
+
+def _no_such_setting(place: tuple[int | str, ...]) -> str:
+    section: type[BaseModel] = ServeSettings
+    for name in place[:-1]:
+        annotation = section.model_fields[str(name)].annotation
+        parts = [part for part in (annotation, *get_args(annotation)) if isinstance(part, type)]
+        section = next(part for part in parts if issubclass(part, BaseModel))
+    known = list(section.model_fields)
+    near = get_close_matches(str(place[-1]), known, n=1)
+    return (
+        f"there is no such setting; did you mean {near[0]}?"
+        if near
+        else f"no such setting; known: {', '.join(known)}"
+    )

@@ -84,7 +84,10 @@ class BringIn:
         await self._thread.answer_to(lambda answer: self._loop.prefill_here(request, answer))
 
     async def _fetch(self, request: Request, deadline_s: float | None) -> Handoff | None:
-        """The hand-off from the first peer that gives it; None where none did. A failed checksum is tried once more."""
+        """The hand-off from the first peer that gives it; None where none did.
+
+        Tried once more: a failed checksum, and a peer that gave up while this worker had no room; now it has.
+        """
         sink = _Sink(self, request)
         checksum_failed = False
         peers = list(request.job.peers)
@@ -105,11 +108,13 @@ class BringIn:
                     raise DataLoss(f"KV from {peer.worker_id} failed its checks twice: {error}") from error
                 else:
                     return None
-            except PeerRefused as error:
-                if isinstance(error.error, _FINAL_REFUSALS) and not self._ticket_expired(request):
-                    raise error.error from error
-            except HandoffFailed:
-                pass
+            except HandoffFailed as error:
+                refusal = error.error if isinstance(error, PeerRefused) else None
+                if isinstance(refusal, _FINAL_REFUSALS) and not self._ticket_expired(request):
+                    raise refusal from error
+                if sink.kept_waiting:
+                    sink.kept_waiting = False
+                    peers.insert(0, peer)
             else:
                 return await self._take(request, peer, result, retried)
         return None
@@ -130,10 +135,15 @@ class BringIn:
             prefill_s=result.prefill_s,
         )
 
-    async def reserve(self, request: Request) -> Tensor:
-        """Blocks for the whole prompt, when there are; the slots of what is missing: Tensor  # [tokens] int32."""
+    async def reserve(self, request: Request) -> tuple[Tensor, bool]:
+        """Blocks for the whole prompt, when there are: slots of what is missing, and whether a peer had to wait long.
+
+        slots: Tensor  # [tokens] int32
+        """
+        asked_s = self._clock.now_s()
         await self._thread.answer_to(lambda answer: self._loop.reserve(request, answer))
-        return await self._thread.call(lambda: self._slots(request))
+        slots = await self._thread.call(lambda: self._slots(request))
+        return slots, self._clock.now_s() - asked_s > self._settings.progress_timeout_s
 
     def write(self, kind: PlaneKind, layer: int, slots: Tensor, values: Tensor, head_start: int) -> None:
         """One plane into reserved slots."""
@@ -170,13 +180,14 @@ class _Sink:
         self._owner = owner
         self._request = request
         self._slots: Tensor | None = None
+        self.kept_waiting = False
 
     async def reserve(self, num_tokens: int) -> None:
         """See `HandoffSink`."""
         if num_tokens != self._request.prompt_tokens:
             raise ChecksumFailed(f"{num_tokens} tokens announced for {self._request.prompt_tokens}")
         if self._slots is None:
-            self._slots = await self._owner.reserve(self._request)
+            self._slots, self.kept_waiting = await self._owner.reserve(self._request)
 
     def write(
         self, kind: PlaneKind, layer: int, token_start: int, token_end: int, head_start: int, values: Tensor

@@ -4,7 +4,7 @@ The reference is plain decoding, one token a step. Chunks, trees and mixed batch
 bits: logits, K, V and hidden planes. `outrider doctor` prints the report, `tests/parity` asserts it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,19 +47,25 @@ class Trace:
     planes: Tensor
 
 
-def numerics_report(engine: Engine, num_tokens: int = 208) -> list[NumericsCheck]:
-    """All checks on a made-up sequence; engine thread only. Needs about 5 · num_tokens free slots."""
+def numerics_report(
+    engine: Engine, num_tokens: int = 208, progress: Callable[[str], None] = lambda line: None
+) -> list[NumericsCheck]:
+    """All checks on a made-up sequence; engine thread only. Needs about 5 · num_tokens free slots.
+
+    `progress` is told what comes next.
+    """
     token_ids = made_up_tokens(num_tokens, engine.config.vocab_size, seed=1)
+    progress(f"plain decoding of {num_tokens} tokens")
     plain = run_chunks(engine, token_ids, 1)
-    checks = [
-        difference(f"chunks of {size}", run_chunks(engine, token_ids, size), plain)
-        for size in CHUNK_SIZES
-        if size <= num_tokens
-    ]
-    checks += [
-        difference(f"tree, {name}", run_trees(engine, token_ids, parents), plain)
-        for name, parents in TREES.items()
-    ]
+    checks: list[NumericsCheck] = []
+    for size in CHUNK_SIZES:
+        if size <= num_tokens:
+            progress(f"chunks of {size}")
+            checks.append(difference(f"chunks of {size}", run_chunks(engine, token_ids, size), plain))
+    for name, parents in TREES.items():
+        progress(f"tree, {name}")
+        checks.append(difference(f"tree, {name}", run_trees(engine, token_ids, parents), plain))
+    progress("siblings and batches")
     checks.append(check_siblings(engine, token_ids[: num_tokens // 2]))
     checks.append(check_batch(engine, num_tokens))
     return checks

@@ -47,6 +47,7 @@ class Router:
         identity: WorkerIdentity,
         *,
         metrics: Metrics | None = None,
+        metrics_address: str = "",
         clock: Clock | None = None,
     ) -> None:
         """Raises InvalidArgument where the ticket keys or the policy file are unusable."""
@@ -55,6 +56,7 @@ class Router:
         self._identity = identity
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._metrics = metrics if metrics is not None else Metrics()
+        self._metrics_address = metrics_address
         self._salt_secret = (security.cache_salt_secret or "").encode()
         self.directory = directory
         self.calls = WorkerCalls(grpc, bearer_metadata(security.bearer_token))
@@ -204,7 +206,9 @@ class Router:
 
     async def _status_of(self, record: WorkerRecord) -> admin_pb2.WorkerStatus:
         try:
-            return await self.calls.status(record)
+            status = await self.calls.status(record)
+            status.metrics_address = record.metrics_address
+            return status
         except ServiceError:
             return admin_pb2.WorkerStatus(
                 worker_id=record.worker_id,
@@ -215,6 +219,7 @@ class Router:
                 draining=record.draining,
                 model=record.model,
                 process_id=record.process_id,
+                metrics_address=record.metrics_address,
             )
 
     def list_drafters(self) -> list[admin_pb2.DrafterInfo]:
@@ -251,6 +256,7 @@ class Router:
             tasks=self._admission.in_flight + self._admission.queued,
             drafters=sorted({"none"} | self.directory.offer().drafters),
             process_id=os.getpid(),
+            metrics_address=self._metrics_address,
             counters=counters,
         )
 

@@ -30,6 +30,9 @@ from outrider.v1 import admin_pb2, inference_pb2
 
 ADMIN_TIMEOUT_S = 10.0
 _TOO_LARGE = re.compile(r"(Sent|Received) message larger than max")
+_NO_SERVER = re.compile("failed to connect|errors? resolving|name resolution|DNS resolution", re.IGNORECASE)
+NO_SERVER = "no server answers there"
+"""How the message begins where nobody could be reached."""
 _HEADER_TEXT = re.compile(r"[\x20-\x7e]*")
 
 Metadata = tuple[tuple[str, str], ...]
@@ -96,6 +99,8 @@ def error_of(rpc_error: grpc.RpcError) -> OutriderError:
     message = rpc_error.details() or code.name
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE.search(message):
         return MessageTooLargeError(message)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        message = _plain_words(message)
     trailers = _trailers(rpc_error.trailing_metadata())
     retry_ms = trailers.get(RETRY_TRAILER)
     kind = BY_STATUS.get(code.name, InternalError)
@@ -104,6 +109,15 @@ def error_of(rpc_error: grpc.RpcError) -> OutriderError:
         field=trailers.get(FIELD_TRAILER),
         retry_after_s=float(retry_ms) / 1000 if retry_ms is not None else None,
     )
+
+
+def _plain_words(message: str) -> str:
+    """What gRPC says by itself when it reaches nobody, or loses whom it had reached."""
+    if _NO_SERVER.search(message):
+        return f"{NO_SERVER}: {message}"
+    if message == "Cancelling all calls":
+        return "the server shut down before the answer ended"
+    return message
 
 
 def _trailers(metadata: Iterable[Any] | None) -> dict[str, str]:  # pairs; gRPC types them three ways

@@ -82,7 +82,17 @@ async def _run(address: str, plan: BenchPlan) -> Outcome:
     with Progress(*columns, console=o.errors, transient=True) as progress:
         task = progress.add_task("asking", total=plan.num_requests)
         async with AsyncClient(address, token=bearer_token()) as client:
+            await _require_offered(client, plan)
             return await BenchRun(client, plan, SystemClock(), lambda: progress.advance(task)).run()
+
+
+async def _require_offered(client: AsyncClient, plan: BenchPlan) -> None:
+    offered = {"auto", "none", *(info.name for info in await client.drafters())}
+    for arm in plan.arms:
+        if arm.drafter not in offered:
+            raise InvalidArgument(
+                "drafters", f"{arm.drafter!r} is not offered there; these are: {', '.join(sorted(offered))}"
+            )
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:

@@ -33,6 +33,10 @@ def chat_command(
     start: list[Message] = [{"role": "system", "content": system}] if system is not None else []
     o.errors.print(_HELP)
     with o.connect(address, tenant) as client:
+        try:
+            client.drafters()
+        except OutriderError as error:
+            o.fail(error)
         _converse(client, options, start)
 
 

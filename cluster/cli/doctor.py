@@ -142,10 +142,11 @@ def check_numerics(model: str, threads: int) -> dict[str, Any]:
     from engine.doctor import numerics_report
     from engine.engine import Engine
 
-    directory = resolve_model(model, cache_directory(), lambda line: o.errors.print(line, style="dim"))
+    _progress(f"loading {model}")
+    directory = resolve_model(model, cache_directory(), _progress)
     engine = Engine.load(directory, EngineSettings(num_threads=threads, num_blocks=_NUM_BLOCKS))
     try:
-        checks = numerics_report(engine, _NUM_TOKENS)
+        checks = numerics_report(engine, _NUM_TOKENS, _progress)
         return {
             "class": engine.numerics.digest(),
             "fields": engine.numerics.as_fields(),
@@ -156,6 +157,10 @@ def check_numerics(model: str, threads: int) -> dict[str, Any]:
         }
     finally:
         engine.close()
+
+
+def _progress(line: str) -> None:
+    o.errors.print(f"[dim]· numerics: {line}[/dim]", soft_wrap=True)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from core.environment import cache_directory
 from core.errors import ServiceError
 from core.model_store import list_models, pull, resolve_model
 
-models_app = typer.Typer(no_args_is_help=True, help="Fetch, list and cut models.")
+models_app = typer.Typer(no_args_is_help=True, help="Fetch, list and truncate models.")
 
 Model = Annotated[str, typer.Argument(help="Alias, model directory, GGUF file or hub id.")]
 

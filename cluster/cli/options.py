@@ -1,5 +1,6 @@
 """The options that several commands share, and what they become."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from core.environment import bearer_token
 from core.errors import ServiceError
 from outrider import Client, InvalidArgumentError, OutriderError, Result
+from outrider.calls import NO_SERVER
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -36,7 +38,7 @@ PromptsFile = Annotated[
     Path, typer.Option(exists=True, dir_okay=False, help="JSON lines: turns, messages or prompt.")
 ]
 
-errors = Console(stderr=True, highlight=False)
+errors = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 140)
 """Where everything but the answer goes."""
 
 
@@ -50,6 +52,8 @@ def fail(error: OutriderError | ServiceError) -> NoReturn:
     retry = f" (retry after {error.retry_after_s:g} s)" if error.retry_after_s is not None else ""
     errors.print(f"[bold red]{error.status}[/bold red]", end=" ")
     errors.print(f"{error.message}{retry}", markup=False, soft_wrap=True)
+    if error.message.startswith(NO_SERVER):
+        errors.print("start one with `outrider serve`, or name its address: --address HOST:PORT")
     bad_input = isinstance(error, InvalidArgumentError) or error.status == "INVALID_ARGUMENT"
     raise typer.Exit(2 if bad_input else 1)
 

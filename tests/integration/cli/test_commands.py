@@ -134,7 +134,13 @@ def test_bench_of_requests_that_fail_says_so(server: ScriptedServer, tmp_path: P
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--concurrency", "0"], ["--concurrency", "x"], ["--drafters", "a,a"], ["--cache-salt", "x"]],
+    [
+        ["--concurrency", "0"],
+        ["--concurrency", "x"],
+        ["--drafters", "a,a"],
+        ["--drafters", "none,bogus:4"],
+        ["--cache-salt", "x"],
+    ],
 )
 def test_bench_refuses_what_makes_no_plan(
     server: ScriptedServer, prompts: Path, arguments: list[str]
@@ -142,6 +148,16 @@ def test_bench_refuses_what_makes_no_plan(
     command = ["bench", "--prompts", str(prompts), "--address", server.address, *arguments]
     assert CliRunner().invoke(app, command).exit_code == 2
     assert not server.router.requests
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"], ["bench", "--prompts", "PROMPTS"]])
+def test_where_nobody_answers_the_mend_is_told(command: list[str], prompts: Path) -> None:
+    arguments = [str(prompts) if part == "PROMPTS" else part for part in command]
+    done = CliRunner().invoke(app, [*arguments, "--address", "127.0.0.1:9"], input="hello\n")
+    assert done.exit_code == 1
+    assert "no server answers there" in done.stderr
+    assert "outrider serve" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_models_are_cut_from_the_command_line(tmp_path: Path) -> None:

@@ -150,8 +150,12 @@ def test_metrics_of_every_worker_are_served_on_loopback(deployment: LocalCluster
     from urllib.request import urlopen
 
     answer(deployment)
+    expected = {
+        "router": b"outrider_requests",
+        "prefill": b"outrider_kv_blocks",
+        "decode": b"outrider_kv_blocks",
+    }
     for status in deployment.workers():
-        if status.role == "decode":
-            assert status.metrics_address.startswith("127.0.0.1:")
-            with urlopen(f"http://{status.metrics_address}/metrics", timeout=5) as reply:
-                assert b"outrider_kv_blocks" in reply.read()
+        assert status.metrics_address.startswith("127.0.0.1:")
+        with urlopen(f"http://{status.metrics_address}/metrics", timeout=5) as reply:
+            assert expected[status.role] in reply.read()

@@ -4,11 +4,11 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 from grpc.aio import ServicerContext
@@ -343,3 +343,27 @@ async def test_an_answer_that_ends_with_its_first_token_tells_of_its_hand_off(
     assert answer.finished is not None
     assert answer.finished.handoff.prefill_worker_id == "prefill-0"
     assert answer.finished.timing.prefill_s > 0
+
+
+@pytest.mark.parametrize("missing_prefill", ["lenient", "strict"])
+async def test_a_peer_that_gave_up_while_there_was_no_room_is_asked_again(
+    tiny_model: Path, tmp_path: Path, missing_prefill: Literal["lenient", "strict"]
+) -> None:
+    engine = EngineSettings(dtype="float32", num_threads=1, block_size=16, num_blocks=14)
+    handoff = FAST.model_copy(update={"queue_timeout_s": 20.0, "missing_prefill": missing_prefill})
+    async with decode_stand(tiny_model, tmp_path / "script", engine=engine, handoff=handoff) as stand:
+        reserve = stand.worker._loop.reserve
+        may_reserve = threading.Event()
+
+        def reserve_late(request: Request, answer: Callable[[Exception | None], None]) -> None:
+            timer = threading.Timer(2.0, lambda: stand.worker._thread.post(lambda: reserve(request, answer)))
+            may_reserve.set()
+            timer.start()
+
+        stand.worker._loop.reserve = reserve_late  # type: ignore[method-assign]
+        answer = await stand.answer(stand.request(prompt_of(100), SAMPLED))
+        assert may_reserve.is_set()
+        assert answer.error is None
+        assert outcome(answer) == "retried"
+        assert len(answer.ids) == SAMPLED.max_tokens
+        await stand.idle()

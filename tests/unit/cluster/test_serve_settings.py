@@ -1,12 +1,17 @@
 """From the command line to settings, secrets included."""
 
+import socket
+from pathlib import Path
+
 import pytest
 
 from cluster.cli.serve import parse_overrides
 from cluster.serve import complete_secrets
 from cluster.specs import worker_specs
-from core.errors import InvalidArgument
-from core.settings import ServeSettings, load_settings
+from core.errors import FailedPrecondition, InvalidArgument
+from core.grpc_server import require_free
+from core.metrics import MetricsServer
+from core.settings import ServeSettings, TelemetrySettings, load_settings
 
 
 def test_values_are_toml_where_they_parse_and_text_elsewhere() -> None:
@@ -69,3 +74,58 @@ def test_workers_of_a_deployment_listen_on_loopback_and_the_router_comes_last() 
     assert [spec.worker_id for spec in specs] == ["prefill-0", "decode-0", "decode-1", "router-0"]
     assert [spec.listen for spec in specs] == ["127.0.0.1:0"] * 3 + ["127.0.0.1:7"]
     assert {spec.listen for spec in worker_specs(settings, "unix:///redis", None)[:-1]} == {None}
+
+
+def test_a_metrics_port_is_the_routers_and_the_workers_of_its_host_take_the_next_ones() -> None:
+    settings = ServeSettings.model_validate({"decode": 2, "telemetry": {"metrics_port": 9400}})
+
+    def ports(host: str | None, chosen: ServeSettings = settings) -> list[int | None]:
+        return [spec.settings.telemetry.metrics_port for spec in worker_specs(chosen, "unix:///redis", host)]
+
+    assert ports("127.0.0.1") == [9401, 9402, 9403, 9400]
+    assert ports(None) == [9400] * 4
+    assert ports("127.0.0.1", ServeSettings()) == [0] * 3
+    off = ServeSettings.model_validate({"telemetry": {"metrics_port": None}})
+    assert ports("127.0.0.1", off) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("telemetry.metrics_prt", "did you mean metrics_port"),
+        ("decode_worker.drafters.ngrm", "did you mean ngram"),
+        ("decode_worker.drafters.ngram.zzz", "known: min_match"),
+        ("foo", "known: model"),
+    ],
+)
+def test_a_setting_that_is_none_is_named_with_its_likeliest_mend(key: str, told: str) -> None:
+    with pytest.raises(InvalidArgument, match=told) as refused:
+        load_settings(None, {key: 1})
+    assert refused.value.field == key
+
+
+def test_a_settings_file_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument) as missing:
+        load_settings(tmp_path / "none.toml", {})
+    assert missing.value.message == f"config: {tmp_path / 'none.toml'}: No such file or directory"
+    broken = tmp_path / "broken.toml"
+    broken.write_bytes(b"\xff = 3")
+    with pytest.raises(InvalidArgument, match=r"broken\.toml is no TOML"):
+        load_settings(broken, {})
+
+
+def test_a_port_in_use_is_refused_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(FailedPrecondition, match="in use") as refused:
+            require_free(address)
+    assert refused.value.field == "listen"
+    require_free(address)
+
+
+def test_a_metrics_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(FailedPrecondition, match=str(port)) as refused:
+            MetricsServer(TelemetrySettings(metrics_port=port), "decode", "decode-0")
+    assert refused.value.field == "telemetry.metrics_port"
