@@ -71,6 +71,18 @@ class NgramSettings(Section):
     max_draft_length: int = Field(16, ge=1, le=64)
 
 
+class RestSettings(Section):
+    """Retrieval from a corpus that `outrider corpus build` made."""
+
+    corpus: str = Field(description="Folder of the corpus.")
+    min_match: int = Field(2, ge=1, le=8)
+    max_match: int = Field(8, ge=1, le=8)
+    max_candidates: int = Field(64, ge=1, le=1024, description="Occurrences looked at in one draft.")
+    draft_length: int = Field(6, ge=1, le=64, description="Default K.")
+    draft_width: int = Field(1, ge=1, le=8, description="Default width; 1 is a chain.")
+    max_draft_length: int = Field(16, ge=1, le=64)
+
+
 class DraftModelSettings(Section):
     """A second model with the target's tokenizer."""
 
@@ -94,6 +106,7 @@ class DraftersSettings(Section):
 
     ngram: NgramSettings | None = NgramSettings()
     draft_model: DraftModelSettings | None = None
+    rest: RestSettings | None = None
     scripted: ScriptedSettings | None = None
 
 

@@ -4,6 +4,7 @@ import typer
 
 from cluster.cli.bench import bench_command
 from cluster.cli.chat import chat_command
+from cluster.cli.corpus import corpus_app
 from cluster.cli.doctor import doctor_command
 from cluster.cli.generate import generate_command
 from cluster.cli.models import models_app
@@ -23,6 +24,7 @@ app.command("chat")(chat_command)
 app.command("bench")(bench_command)
 app.command("doctor")(doctor_command)
 app.add_typer(models_app, name="models")
+app.add_typer(corpus_app, name="corpus")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoneDrafter
 from decode.drafters.protocol import Drafter
+from decode.drafters.rest import RestDrafter
 from decode.drafters.scripted import (
     HIDDEN_LAYERS,
     HiddenDrafter,
@@ -31,6 +32,8 @@ def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokeni
         drafters.append(NgramDrafter(settings.ngram))
     if settings.draft_model is not None:
         drafters.append(DraftModelDrafter.load(settings.draft_model, engine, tokenizer))
+    if settings.rest is not None:
+        drafters.append(RestDrafter.load(settings.rest, tokenizer, engine.config.vocab_size))
     if settings.scripted is not None:
         script = Script(Path(settings.scripted.script))
         vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)

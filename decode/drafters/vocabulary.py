@@ -1,5 +1,7 @@
 """Whether a draft model speaks the target's token ids."""
 
+import hashlib
+
 from core.errors import FailedPrecondition
 from core.tokenizer import Tokenizer
 
@@ -19,3 +21,11 @@ def require_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> int:
                 f"token {token_id} is {ours!r} for the target and {theirs!r} for the draft model",
             )
     return shared
+
+
+def vocabulary_digest(tokenizer: Tokenizer) -> str:
+    """Over the spelling of every id: equal where token ids mean the same."""
+    digest = hashlib.sha256()
+    for token_id in range(tokenizer.vocab_size):
+        digest.update(repr(tokenizer.spelling(token_id)).encode() + b"\0")
+    return digest.hexdigest()
