@@ -9,6 +9,7 @@ from cluster.cli.doctor import doctor_command
 from cluster.cli.generate import generate_command
 from cluster.cli.models import models_app
 from cluster.cli.serve import down_command, serve_command
+from cluster.cli.train import train_app
 
 app = typer.Typer(
     name="outrider",
@@ -25,6 +26,7 @@ app.command("bench")(bench_command)
 app.command("doctor")(doctor_command)
 app.add_typer(models_app, name="models")
 app.add_typer(corpus_app, name="corpus")
+app.add_typer(train_app, name="train")
 
 
 def main() -> None:

@@ -1,0 +1,120 @@
+"""`outrider train`: what drafts are trained on."""
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cluster.cli import options as o
+from core.environment import cache_directory
+from core.errors import ServiceError
+from core.model_store import resolve_model
+
+if TYPE_CHECKING:
+    from training.rollout_store import RolloutStore
+    from training.rollouts import RolloutRun
+
+train_app = typer.Typer(no_args_is_help=True, help="Roll out the target: what drafts are trained on.")
+TEMPERATURES: Final = (0.0, 0.0, 0.0, 0.7, 1.0)
+"""Of answers: mostly greedy."""
+
+
+@train_app.callback()
+def _group() -> None:
+    """Roll out the target: what drafts are trained on."""
+
+
+@train_app.command("rollouts")
+def rollouts_command(
+    out: Annotated[Path, typer.Option(help="Folder; one with rollouts of the same recipe is extended.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Answer tokens that it is to hold.")] = 1_000_000,
+    model: Annotated[
+        str, typer.Option(help="The target: alias, directory or hub id.")
+    ] = "smollm2-135m-instruct",
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same rollouts.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Rollouts at a time; changes speed only.")] = 32,
+    user_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of a user turn.")] = 160,
+    answer_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 320,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads.")] = 2,
+    exclude: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, help="Prompts (JSON lines) kept for judging: none may occur; repeatable."),
+    ] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Let the target write user turns and answer them. Ctrl-C keeps what there is; the same command goes on."""
+    from core.settings import EngineSettings
+    from core.tokenizer import Tokenizer
+    from decode.drafters.vocabulary import vocabulary_digest
+    from engine.engine import Engine
+    from training.excluded import ExcludedPrompts
+    from training.rollout_store import Recipe, RolloutStore
+    from training.rollouts import RolloutRun, blocks_needed
+    from training.seeds import CLASSES
+
+    try:
+        excluded = ExcludedPrompts.of_files(exclude or [])
+        directory = resolve_model(model, cache_directory(), _say)
+        tokenizer = Tokenizer.from_directory(directory)
+        settings = EngineSettings(num_threads=threads)
+        num_blocks = blocks_needed(user_tokens, answer_tokens, batch, settings.block_size)
+        engine = Engine.load(directory, settings.model_copy(update={"num_blocks": num_blocks}))
+        with closing(engine):
+            recipe = Recipe(
+                model=model,
+                model_revision=engine.numerics.model_revision,
+                tokenizer=vocabulary_digest(tokenizer),
+                vocab_size=tokenizer.vocab_size,
+                seed=seed,
+                user_tokens=user_tokens,
+                answer_tokens=answer_tokens,
+                classes=CLASSES,
+                temperatures=TEMPERATURES,
+            )
+            store = RolloutStore(out, recipe)
+            run = RolloutRun(engine, tokenizer, recipe, batch, store.numbers.__contains__, excluded)
+            _roll_out(run, store, tokens)
+    except ServiceError as error:
+        o.fail(error)
+    report = {"rollouts": len(store.numbers), "answer_tokens": store.num_answer_tokens}
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print(f"{out} holds {len(store.numbers):,} rollouts, {store.num_answer_tokens:,} answer tokens")
+
+
+def _roll_out(run: "RolloutRun", store: "RolloutStore", tokens: int) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=o.errors, transient=True) as progress, _stopping() as stop:
+        task = progress.add_task("answer tokens", total=tokens, completed=store.num_answer_tokens)
+        try:
+            while store.num_answer_tokens < tokens and not stop.is_set():
+                for rollout in run.step():
+                    store.add(rollout)
+                    progress.update(task, completed=min(tokens, store.num_answer_tokens))
+        finally:
+            store.flush()
+            run.close()
+
+
+@contextmanager
+def _stopping() -> Iterator[threading.Event]:
+    """Set by SIGINT and SIGTERM, so that the step under way ends and what there is is kept."""
+    stop = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    o.errors.print(f"[dim]·[/dim] {line}", soft_wrap=True)
