@@ -2,7 +2,8 @@
 
     python -m tests.bench.exactness --prompts FILE [--limit N]
 
-(a) all prompts under every arm at temperature 0 and 0.8, 8 at a time, one prefill and one decode worker;
+(a) all prompts (arbitrary trees: some) under every arm at temperature 0 and 0.8, 8 at a time, one prefill and
+one decode worker;
 (b) some of them one at a time; (c) some while the prefill worker is killed and comes back; (d) some while
 one of two decode workers is killed. The first arms are `none`: the reference. Every arm has a cache salt of
 its own, so that every prompt is handed off; one arm is repeated warm. Exit code 1 where any arm fails.
@@ -34,6 +35,8 @@ from tests.bench.prompts import DEFAULT_MODEL, Prompt, model_directory, read_pro
 TEMPERATURES = (0.0, 0.8)
 DRAFT_LAYERS = 24
 ONE_AT_A_TIME = 24
+TREE_PROMPTS = 50
+"""Arbitrary trees are an extra arm beside the drafters' own: some prompts are enough for it."""
 PREFILL_FAULT = 100
 DECODE_FAULT = 50
 SPECULATING = (
@@ -147,7 +150,8 @@ async def eight_at_a_time(suite: Suite, cluster: LocalCluster) -> None:
     for arm in SPECULATING:
         for temperature in TEMPERATURES:
             served = replace(arm, temperature=temperature, salt=f"{arm.name}-{temperature}")
-            await suite.run(cluster, served, suite.prompts)
+            some = arm.name == "scripted-tree"
+            await suite.run(cluster, served, spread(suite.prompts, TREE_PROMPTS) if some else suite.prompts)
     chain = SPECULATING[0]
     warm = replace(chain, name="ngram chain, warm", salt=f"{chain.name}-0.0", cold=False)
     await suite.run(cluster, warm, suite.prompts)

@@ -1,0 +1,105 @@
+"""A trained draft on disk: `model.safetensors`, and a manifest that binds it to its target.
+
+What does not fit is refused by file and field: another target, another tokenizer, a tensor that is missing, left over
+or of another shape. Nothing is unpickled.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from core.errors import FailedPrecondition, InvalidArgument
+
+FORMAT = 1
+_MANIFEST, _WEIGHTS = "manifest.json", "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactManifest:
+    """What a draft is. `target_revision`, `tokenizer`: digests. `hidden_layers`: planes that it reads, ascending.
+
+    `shape`: sizes by name. `recipe`: how it was trained. `acceptance`: measured, by class: rate at each depth.
+    """
+
+    format: int
+    kind: str
+    target_revision: str
+    tokenizer: str
+    hidden_layers: tuple[int, ...]
+    shape: Mapping[str, float]
+    recipe: Mapping[str, Any]
+    acceptance: Mapping[str, list[float]] = field(default_factory=dict)
+
+
+def write_artifact(directory: Path, manifest: ArtifactManifest, tensors: Mapping[str, Tensor]) -> None:
+    """Weights first, the manifest last: a folder without one is no artifact."""
+    directory.mkdir(parents=True, exist_ok=True)
+    held = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    temporary = _beside(directory / _WEIGHTS)
+    save_file(held, temporary)
+    os.replace(temporary, directory / _WEIGHTS)
+    temporary = _beside(directory / _MANIFEST)
+    temporary.write_text(json.dumps(asdict(manifest), indent=1))
+    os.replace(temporary, directory / _MANIFEST)
+
+
+def read_manifest(directory: Path) -> ArtifactManifest:
+    """Raises InvalidArgument naming file and field."""
+    path = directory / _MANIFEST
+    try:
+        values = json.loads(path.read_text())
+        if not isinstance(values, dict):
+            raise ValueError("not an object")
+        known = {entry.name for entry in fields(ArtifactManifest)}
+        if missing := known - values.keys():
+            raise ValueError(f"{', '.join(sorted(missing))} missing")
+        if extra := values.keys() - known:
+            raise ValueError(f"{', '.join(sorted(extra))} unknown")
+        values["hidden_layers"] = tuple(values["hidden_layers"])
+        manifest = ArtifactManifest(**values)
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidArgument("artifact", f"{path} is no manifest of a draft: {error}") from error
+    if manifest.format != FORMAT:
+        raise InvalidArgument("artifact", f"{path}: format {manifest.format}, this reads {FORMAT}")
+    return manifest
+
+
+def require_target(directory: Path, manifest: ArtifactManifest, revision: str, tokenizer: str) -> None:
+    """Raises FailedPrecondition where the draft is of another target."""
+    for name, wanted in (("target_revision", revision), ("tokenizer", tokenizer)):
+        if getattr(manifest, name) != wanted:
+            raise FailedPrecondition(
+                f"artifact.{name}", f"{directory / _MANIFEST} was trained for another target"
+            )
+
+
+def read_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Every tensor of `shapes`, and none beside them. Raises InvalidArgument naming file and tensor."""
+    path = directory / _WEIGHTS
+    found: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            for name in names if names <= shapes.keys() else ():
+                found[name] = file.get_tensor(name)
+    except Exception as error:  # boundary: the library raises its own error for a bad file
+        raise InvalidArgument("artifact", f"{path} cannot be read: {error}") from error
+    for name in sorted(names ^ shapes.keys()):
+        what = "is missing" if name in shapes else "belongs to nothing"
+        raise InvalidArgument("artifact", f"{path}: tensor {name} {what}")
+    for name, shape in shapes.items():
+        if tuple(found[name].shape) != shape:
+            raise InvalidArgument("artifact", f"{path}: {name} is {tuple(found[name].shape)}, not {shape}")
+    return found
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
