@@ -85,6 +85,11 @@ class FeatureCache:
         """Shards."""
         return len(self._parts)
 
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        """Rollouts of each shard."""
+        return tuple(len(part) for part in self._parts)
+
     def read(self, number: int) -> Iterator[Features]:
         """The features of one shard's rollouts."""
         part = [self._rollouts[index] for index in self._parts[number]]

@@ -3,7 +3,7 @@
 import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.cli import options as o
 from core.environment import cache_directory
-from core.errors import ServiceError
+from core.errors import InvalidArgument, ServiceError
 from core.model_store import resolve_model
 
 if TYPE_CHECKING:
@@ -101,6 +101,82 @@ def _roll_out(run: "RolloutRun", store: "RolloutStore", tokens: int) -> None:
         finally:
             store.flush()
             run.close()
+
+
+@train_app.command("eagle3")
+def eagle3_command(
+    rollouts: Annotated[Path, typer.Option(exists=True, help="Folder that `train rollouts` filled.")],
+    out: Annotated[Path, typer.Option(help="Folder of the artifact; a run that was stopped goes on there.")],
+    model: Annotated[
+        str, typer.Option(help="The target: alias, directory or hub id.")
+    ] = "smollm2-135m-instruct",
+    draft_vocab: Annotated[int, typer.Option(min=16, help="Token ids that may be drafted.")] = 8192,
+    layers: Annotated[str | None, typer.Option(help="Captured layers, by comma. Absent: 3, spread.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the rollouts.")] = 2,
+    batch: Annotated[int, typer.Option(min=1, help="Rollouts a step.")] = 8,
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Drafts of this depth are trained.")] = 5,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="At its highest.")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and of the order.")] = 0,
+    features: Annotated[
+        Path | None, typer.Option(help="Cache of features, 5 KB a token. Absent: in Outrider's cache folder.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads.")] = 2,
+    as_json: o.Json = False,
+) -> None:
+    """Train an EAGLE-3 head on rollouts, judge it on some held back. Ctrl-C checkpoints; the same command goes on."""
+    from training.rollout_store import RolloutStore, read_recipe
+    from training.run_eagle3 import Eagle3Run, train_eagle3
+    from training.trainer import TrainingPlan
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        recipe = read_recipe(rollouts)
+        run = Eagle3Run(
+            model=resolve_model(model, cache_directory(), _say),
+            out=out,
+            features=features or cache_directory() / "features",
+            plan=TrainingPlan(
+                epochs=epochs, batch=batch, depth=depth, learning_rate=learning_rate, seed=seed
+            ),
+            draft_vocab=draft_vocab,
+            hidden_layers=_numbers(layers),
+            num_threads=threads,
+        )
+        with Progress(*columns, console=o.errors, transient=True) as progress, _stopping() as stop:
+
+            def stage(name: str, total: int) -> Callable[[int, str], None]:
+                task = progress.add_task(name, total=total)
+
+                def told(done: int, word: str) -> None:
+                    progress.update(task, advance=done, description=f"{name} {word}".strip())
+
+                return told
+
+            judged = train_eagle3(run, recipe, list(RolloutStore(rollouts, recipe)), stage, stop.is_set)
+    except ServiceError as error:
+        o.fail(error)
+    if judged is None:
+        _say(f"stopped; {out} keeps a checkpoint, the same command goes on")
+        raise typer.Exit(1)
+    report = {
+        name: {"acceptance_length": found.acceptance_length, "rates": found.rates}
+        for name, found in judged.items()
+    }
+    if as_json:
+        print(json.dumps(report))
+        return
+    for name, found in judged.items():
+        rates = " ".join(f"{rate:.2f}" for rate in found.rates)
+        print(f"{name}: acceptance length {found.acceptance_length:.2f}, by depth {rates}")
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise InvalidArgument("layers", f"{text!r} is no list of layers") from error
 
 
 @contextmanager

@@ -12,9 +12,11 @@ from cluster.cli.app import app
 from core.errors import InvalidArgument
 from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
+from decode.drafters.artifact import read_manifest, read_tensors
 from engine.engine import Engine
 from tests.support.tiny_model import make_tiny_model
 from training import rollout_store
+from training.eagle3 import Eagle3Head, Eagle3Shape
 from training.excluded import ExcludedPrompts
 from training.rollout_store import Recipe, Rollout, RolloutStore, shards
 from training.rollouts import ChatFrame, RolloutRun, blocks_needed
@@ -180,3 +182,26 @@ def test_rollouts_by_the_command_line_go_on_where_they_were(model: Path, tmp_pat
     refused = CliRunner().invoke(app, [*command, "--seed", "9"])
     assert refused.exit_code == 2
     assert "rollouts.seed" in refused.stderr
+
+
+def test_a_head_is_trained_on_rollouts_and_becomes_an_artifact(model: Path, tmp_path: Path) -> None:
+    rollouts, out = tmp_path / "rollouts", tmp_path / "head"
+    command = ["train", "rollouts", "--model", str(model), "--out", str(rollouts), "--batch", "8"]
+    command += ["--user-tokens", "12", "--answer-tokens", "16", "--tokens", "700", "--threads", "1"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    command = ["train", "eagle3", "--model", str(model), "--rollouts", str(rollouts), "--out", str(out)]
+    command += ["--draft-vocab", "128", "--epochs", "2", "--depth", "2", "--threads", "1", "--json"]
+    command += ["--features", str(tmp_path / "features"), "--layers", "0,2"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert 1.0 <= report["all"]["acceptance_length"] <= 3.0
+    manifest = read_manifest(out)
+    assert (manifest.kind, manifest.hidden_layers) == ("eagle3", (0, 2))
+    assert manifest.acceptance["all"] == [round(rate, 4) for rate in report["all"]["rates"]]
+    head = Eagle3Head(Eagle3Shape(**manifest.shape), range(128))  # type: ignore[arg-type]
+    shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    assert read_tensors(out, shapes).keys() == shapes.keys()
+    refused = CliRunner().invoke(app, [*command, "--depth", "3"])
+    assert refused.exit_code == 2
+    assert "another plan" in refused.stderr

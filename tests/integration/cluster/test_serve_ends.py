@@ -15,6 +15,7 @@ from cluster.local import LocalCluster, free_port
 from core.clock import SystemClock
 from outrider import Client, OutriderError
 from tests.integration.cluster.conftest import SMALL
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.cluster
 
@@ -165,18 +166,34 @@ def test_an_unknown_setting_is_refused_naming_it() -> None:
     assert "engine.blocks" in refused("--set", "engine.blocks=3")
 
 
-def test_a_model_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path) -> None:
+def serve_to_its_end(model: Path) -> "subprocess.CompletedProcess[str]":
+    command = [
+        sys.executable,
+        "-m",
+        "cluster.cli.app",
+        "serve",
+        "--model",
+        str(model),
+        "--listen",
+        "127.0.0.1:0",
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+
+def test_a_folder_that_is_no_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "cluster.cli.app", "serve"),
-            *("--model", str(tmp_path), "--listen", "127.0.0.1:0"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    done = serve_to_its_end(tmp_path)
+    assert done.returncode == 1
+    assert "failed: model: " in done.stderr
+    assert "starting redis" not in done.stderr
+    assert "ready on" not in done.stdout
+
+
+def test_a_model_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path) -> None:
+    weights = make_tiny_model(tmp_path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    done = serve_to_its_end(tmp_path)
     assert done.returncode == 1
     assert "cannot start" in done.stderr
+    assert "model.safetensors" in done.stderr
     assert "ready on" not in done.stdout
