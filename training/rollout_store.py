@@ -100,6 +100,7 @@ class RolloutStore:
         path = self._directory / f"shard-{self._num_shards:05d}.safetensors"
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         save_file({"tokens": tokens.astype(np.uint16 if narrow else np.uint32), "index": index}, temporary)
+        temporary.chmod(0o644)
         os.replace(temporary, path)
         self._num_shards += 1
         self._pending, self._pending_tokens = [], 0
