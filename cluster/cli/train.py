@@ -3,7 +3,7 @@
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -17,8 +17,10 @@ from core.errors import InvalidArgument, ServiceError
 from core.model_store import resolve_model
 
 if TYPE_CHECKING:
+    from training.judge import Judgement
     from training.rollout_store import RolloutStore
     from training.rollouts import RolloutRun
+    from training.run_eagle3 import Stage
 
 train_app = typer.Typer(no_args_is_help=True, help="Roll out the target: what drafts are trained on.")
 TEMPERATURES: Final = (0.0, 0.0, 0.0, 0.7, 1.0)
@@ -143,26 +145,35 @@ def eagle3_command(
             num_threads=threads,
         )
         with Progress(*columns, console=o.errors, transient=True) as progress, _stopping() as stop:
-
-            def stage(name: str, total: int) -> Callable[[int, str], None]:
-                task = progress.add_task(name, total=total)
-
-                def told(done: int, word: str) -> None:
-                    progress.update(task, advance=done, description=f"{name} {word}".strip())
-
-                return told
-
-            judged = train_eagle3(run, recipe, list(RolloutStore(rollouts, recipe)), stage, stop.is_set)
+            judged = train_eagle3(
+                run, recipe, list(RolloutStore(rollouts, recipe)), _stages(progress), stop.is_set
+            )
     except ServiceError as error:
         o.fail(error)
     if judged is None:
         _say(f"stopped; {out} keeps a checkpoint, the same command goes on")
         raise typer.Exit(1)
-    report = {
-        name: {"acceptance_length": found.acceptance_length, "rates": found.rates}
-        for name, found in judged.items()
-    }
+    _print_judged(judged, as_json)
+
+
+def _stages(progress: Progress) -> "Stage":
+    def stage(name: str, total: int) -> Callable[[int, str], None]:
+        task = progress.add_task(name, total=total)
+
+        def told(done: int, word: str) -> None:
+            progress.update(task, advance=done, description=f"{name} {word}".strip())
+
+        return told
+
+    return stage
+
+
+def _print_judged(judged: "Mapping[str, Judgement]", as_json: bool) -> None:
     if as_json:
+        report = {
+            name: {"acceptance_length": found.acceptance_length, "rates": found.rates}
+            for name, found in judged.items()
+        }
         print(json.dumps(report))
         return
     for name, found in judged.items():
