@@ -5,8 +5,6 @@ hidden_dim] (final-normed) in bfloat16. They are recomputed from the rollouts wh
 """
 
 import hashlib
-import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from core.errors import InvalidArgument
+from core.whole_file import written_whole
 from engine.engine import Engine
 from engine.step_batch import SequenceStep
 from training.rollout_store import Rollout
@@ -75,9 +74,8 @@ class FeatureCache:
                     "planes": torch.cat([features.planes for features in found]).to(torch.bfloat16),
                     "final": torch.cat([features.final for features in found]).to(torch.bfloat16),
                 }
-                temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-                save_file(tensors, temporary)
-                os.replace(temporary, path)
+                with written_whole(path) as beside:
+                    save_file(tensors, beside)
             progress(sum(len(self._rollouts[index].token_ids) for index in part))
 
     @property

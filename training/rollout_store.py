@@ -6,8 +6,6 @@ number, class, temperature in hundredths, tokens before the answer, tokens in al
 
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from core.errors import InvalidArgument
+from core.whole_file import written_whole
 
 _RECIPE = "recipe.json"
 _COLUMNS = 5
@@ -68,7 +67,8 @@ class RolloutStore:
         if path.exists():
             _require_same(read_recipe(directory), recipe, path)
         else:
-            _replace(path, json.dumps(asdict(recipe), indent=1).encode())
+            with written_whole(path) as beside:
+                beside.write_text(json.dumps(asdict(recipe), indent=1))
         self.numbers: set[int] = set()
         self._digests: set[bytes] = set()
         self.num_answer_tokens = 0
@@ -98,10 +98,8 @@ class RolloutStore:
         tokens = np.concatenate([np.asarray(rollout.token_ids) for rollout in self._pending])
         index = np.array([self._row(rollout) for rollout in self._pending], dtype=np.int64)
         path = self._directory / f"shard-{self._num_shards:05d}.safetensors"
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        save_file({"tokens": tokens.astype(np.uint16 if narrow else np.uint32), "index": index}, temporary)
-        temporary.chmod(0o644)
-        os.replace(temporary, path)
+        with written_whole(path) as beside:
+            save_file({"tokens": tokens.astype(np.uint16 if narrow else np.uint32), "index": index}, beside)
         self._num_shards += 1
         self._pending, self._pending_tokens = [], 0
 
@@ -169,9 +167,3 @@ def _require_same(known: Recipe, wanted: Recipe, path: Path) -> None:
                 f"rollouts.{field.name}",
                 f"{path} was made with {theirs!r}, not {ours!r}; take another folder",
             )
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)

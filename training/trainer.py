@@ -6,8 +6,6 @@ token is in it and the token belongs to the answer; depth j counts `DEPTH_DECAY`
 
 import json
 import math
-import os
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.errors import InvalidArgument
+from core.whole_file import written_whole
 from training.eagle3 import Eagle3Head
 from training.features import FeatureCache, Features
 from training.rollout_store import Rollout
@@ -180,11 +179,14 @@ class Trainer:
         moments = {
             f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items()
         }
-        _replace(self._folder / _WEIGHTS, lambda path: save_file(tensors, path))
+        with written_whole(self._folder / _WEIGHTS) as path:
+            save_file(tensors, path)
         if moments:
-            _replace(self._folder / _OPTIMISER, lambda path: save_file(moments, path))
+            with written_whole(self._folder / _OPTIMISER) as path:
+                save_file(moments, path)
         values = {"plan": asdict(self._plan), "progress": asdict(self.progress)}
-        _replace(self._folder / _PROGRESS, lambda path: path.write_text(json.dumps(values)))
+        with written_whole(self._folder / _PROGRESS) as path:
+            path.write_text(json.dumps(values))
 
     def _load(self) -> None:
         path = self._folder / _PROGRESS
@@ -250,9 +252,3 @@ def _moments(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
         index, _, field = name.partition(".")
         found.setdefault(int(index), {})[field] = tensor
     return found
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    write(temporary)
-    os.replace(temporary, path)

@@ -87,7 +87,7 @@ def _write(folder: Path, corpus: Path, model: str, glob: list[str] | None, as_js
         CorpusWriter(corpus, vocabulary_digest(tokenizer), tokenizer.vocab_size, _say) as writer,
     ):
         task = progress.add_task("reading", total=len(paths))
-        for _, text in documents_of(progress.track(paths, task_id=task)):
+        for text in documents_of(progress.track(paths, task_id=task)):
             writer.add(tokenizer.encode(text))
             read += 1
         manifest = writer.close()

@@ -5,8 +5,6 @@ or of another shape. Nothing is unpickled.
 """
 
 import json
-import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from core.errors import FailedPrecondition, InvalidArgument
+from core.whole_file import written_whole
 
 FORMAT = 1
 _MANIFEST, _WEIGHTS = "manifest.json", "model.safetensors"
@@ -43,12 +42,10 @@ def write_artifact(directory: Path, manifest: ArtifactManifest, tensors: Mapping
     """Weights first, the manifest last: a folder without one is no artifact."""
     directory.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    temporary = _beside(directory / _WEIGHTS)
-    save_file(held, temporary)
-    os.replace(temporary, directory / _WEIGHTS)
-    temporary = _beside(directory / _MANIFEST)
-    temporary.write_text(json.dumps(asdict(manifest), indent=1))
-    os.replace(temporary, directory / _MANIFEST)
+    with written_whole(directory / _WEIGHTS) as path:
+        save_file(held, path)
+    with written_whole(directory / _MANIFEST) as path:
+        path.write_text(json.dumps(asdict(manifest), indent=1))
 
 
 def read_manifest(directory: Path) -> ArtifactManifest:
@@ -99,7 +96,3 @@ def read_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict
         if tuple(found[name].shape) != shape:
             raise InvalidArgument("artifact", f"{path}: {name} is {tuple(found[name].shape)}, not {shape}")
     return found
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")

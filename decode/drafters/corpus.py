@@ -10,7 +10,7 @@ import mmap
 import os
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import InvalidArgument
+from core.whole_file import written_whole
 
 FORMAT = 1
 SORTED_TOKENS = 8
@@ -102,9 +103,8 @@ class CorpusWriter:
         if not segments:
             raise InvalidArgument(_FIELD, "there is no text to build it from")
         manifest = Manifest(FORMAT, self._manifest.vocabulary, self._manifest.token_bytes, segments)
-        temporary = self._directory / f".{_MANIFEST}.{secrets.token_hex(4)}"
-        temporary.write_text(json.dumps(asdict(manifest), indent=1))
-        os.replace(temporary, self._directory / _MANIFEST)
+        with written_whole(self._directory / _MANIFEST) as path:
+            path.write_text(json.dumps(asdict(manifest), indent=1))
         self._fresh = []
         return manifest
 
@@ -243,11 +243,11 @@ def modified_ns(directory: Path) -> int:
         return 0
 
 
-def documents_of(paths: Iterable[Path]) -> Iterable[tuple[Path, str]]:
+def documents_of(paths: Iterable[Path]) -> Iterator[str]:
     """The texts of files, those that are no UTF-8 left out."""
     for path in paths:
         try:
-            yield path, path.read_text(encoding="utf-8")
+            yield path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue
 
