@@ -64,9 +64,7 @@ class DecodeRole:
         )
         server = around.rpc.server
         decode_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker), server)
-        admin_pb2_grpc.add_AdminServicer_to_server(
-            DecodeAdminService(worker, settings.model, around.metrics.address), server
-        )
+        admin_pb2_grpc.add_AdminServicer_to_server(DecodeAdminService(worker, settings.model), server)
         await worker.start()
         return cls(spec, around, worker)
 

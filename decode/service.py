@@ -90,16 +90,15 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 class DecodeAdminService(admin_pb2_grpc.AdminServicer):
     """Status and drain of this worker. What only the router knows is answered there."""
 
-    def __init__(self, worker: DecodeWorker, model: str = "", metrics_address: str = "") -> None:
+    def __init__(self, worker: DecodeWorker, model: str = "") -> None:
         self._worker = worker
         self._model = model
-        self._metrics_address = metrics_address
 
     async def Status(  # gRPC names it
         self, request: admin_pb2.StatusRequest, context: ServicerContext[object, object]
     ) -> admin_pb2.WorkerStatus:
         """See admin.proto."""
-        return worker_status(self._worker, self._model, self._metrics_address)
+        return worker_status(self._worker, self._model)
 
     async def Drain(  # gRPC names it
         self, request: admin_pb2.DrainRequest, context: ServicerContext[object, object]
@@ -110,15 +109,13 @@ class DecodeAdminService(admin_pb2_grpc.AdminServicer):
         return admin_pb2.DrainResponse(remaining=await self._worker.drain(max(0.0, request.grace_s)))
 
 
-def add_decode_services(
-    server: grpc.aio.Server, worker: DecodeWorker, model: str = "", metrics_address: str = ""
-) -> None:
+def add_decode_services(server: grpc.aio.Server, worker: DecodeWorker, model: str = "") -> None:
     """Register both services."""
     decode_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker), server)
-    admin_pb2_grpc.add_AdminServicer_to_server(DecodeAdminService(worker, model, metrics_address), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(DecodeAdminService(worker, model), server)
 
 
-def worker_status(worker: DecodeWorker, model: str = "", metrics_address: str = "") -> admin_pb2.WorkerStatus:
+def worker_status(worker: DecodeWorker, model: str = "") -> admin_pb2.WorkerStatus:
     """What this worker says of itself."""
     gauges = worker.gauges()
     identity = worker.identity
@@ -142,7 +139,6 @@ def worker_status(worker: DecodeWorker, model: str = "", metrics_address: str = 
         resident_bytes=psutil.Process().memory_info().rss,
         process_id=os.getpid(),
         drafters=sorted(worker.drafters),
-        metrics_address=metrics_address,
         counters={**worker.metrics.totals(), **worker.faults()},
     )
 
