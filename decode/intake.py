@@ -88,6 +88,9 @@ class RequestFactory:
             verification=speculation.verification,
             hidden=lambda start, end: self._kv.read_hidden(_table_of(choice), start, end),
             draft_width=1 if speculation.verification == "rejection" else width,
+            table=lambda: _table_of(choice),
+            request_class=job.request_class,
+            isolation=f"{job.claims.tenant}/{job.claims.cache_salt.hex()}",
         )
         choice = Choice(
             key=key,
@@ -138,7 +141,7 @@ def _finish_so_far(finisher: Finisher, committed: tuple[int, ...], index: int) -
 
 
 def _table_of(choice: Choice) -> BlockTable:
-    assert choice.table is not None, "hidden planes of a choice without a table"
+    assert choice.table is not None, "a choice without a table is asked about its KV"
     return choice.table
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from core.records import SamplingParams, VerificationMode
 from decode.draft import Draft
 from decode.sampling.history import TokenHistory
+from engine.block_table import BlockTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class DrafterNeeds:
 
     `hidden_layers`: layers whose planes must be kept with the KV. `bytes_per_token`: its own state.
     `noise`: invariant verification shares its noise with a drafter that samples; rejection never does.
-    `largest_position`: past it the drafter is not asked (None: no limit).
+    `largest_position`: past it the drafter is not asked (None: no limit). `auxiliary_rows`: rows of the target
+    that a draft may want beside its nodes, evaluated for the drafter alone.
     """
 
     max_draft_length: int
@@ -40,6 +42,7 @@ class DrafterNeeds:
     largest_position: int | None = None
     max_draft_width: int = 1
     default_draft_width: int = 1
+    auxiliary_rows: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +50,9 @@ class DraftRequest:
     """One choice as a drafter sees it. `key` is unique in the worker's life; `history` is live.
 
     `hidden(start, end)` reads the captured planes of committed positions:
-    Tensor [num hidden layers, end - start, hidden_dim].
+    Tensor [num hidden layers, end - start, hidden_dim]. `table()` is the choice's own table in the target's KV:
+    a drafter may reserve and write slots behind its committed tokens, never commit. `isolation`: what the request
+    may share with others (tenant and salt); nothing learnt of one value may be seen under another.
     """
 
     key: int
@@ -58,6 +63,9 @@ class DraftRequest:
     verification: VerificationMode
     hidden: Callable[[int, int], Tensor]
     draft_width: int
+    table: Callable[[], BlockTable]
+    request_class: str = "chat"
+    isolation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from decode.draft import Draft
 from decode.drafters.draft_model import CATCH_UP_ROWS, LAG, DraftModelDrafter
 from decode.drafters.protocol import DraftBudget, DraftRequest, Observation
 from decode.sampling.history import TokenHistory
+from engine.block_table import BlockTable
 from engine.engine import Engine
 from tests.support.tiny_model import make_tiny_model
 
@@ -45,6 +46,7 @@ def request_of(token_ids: Sequence[int], temperature: float = 0.0) -> DraftReque
         verification="invariant",
         hidden=lambda start, end: torch.empty(0),
         draft_width=1,
+        table=BlockTable,
     )
 
 

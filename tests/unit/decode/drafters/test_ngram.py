@@ -13,6 +13,7 @@ from decode.draft import Draft
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.protocol import DraftBudget, DraftRequest, Observation
 from decode.sampling.history import TokenHistory
+from engine.block_table import BlockTable
 
 
 def request_of(token_ids: Sequence[int], width: int = 1, key: int = 1) -> DraftRequest:
@@ -25,6 +26,7 @@ def request_of(token_ids: Sequence[int], width: int = 1, key: int = 1) -> DraftR
         verification="invariant",
         hidden=lambda start, end: torch.empty(0),
         draft_width=width,
+        table=BlockTable,
     )
 
 

@@ -20,6 +20,7 @@ from decode.drafters.scripted import (
     WrongDrafter,
 )
 from decode.sampling.history import TokenHistory
+from engine.block_table import BlockTable
 
 PROMPT = [5, 6, 7]
 ANSWER = list(range(100, 140))
@@ -46,6 +47,7 @@ def request_of(output: list[int], seed: int = 3, width: int = 3) -> DraftRequest
         verification="invariant",
         hidden=lambda start, end: torch.zeros(2, end - start, 4),
         draft_width=width,
+        table=BlockTable,
     )
 
 
