@@ -92,6 +92,18 @@ class DraftModelSettings(Section):
     num_blocks: int | None = Field(None, description="None: as many as the target's.")
 
 
+class HeadSettings(Section):
+    """A trained head on the target's hidden states."""
+
+    artifact: str = Field(description="Folder of the head, as `outrider train` writes it.")
+    draft_length: int = Field(4, ge=1, le=16, description="Default K.")
+    draft_width: int = Field(4, ge=1, le=16, description="Default width; 1 is a chain.")
+    max_draft_length: int = Field(8, ge=1, le=16)
+    min_probability: float = Field(
+        0.05, ge=0.0, lt=1.0, description="A path that the head thinks less likely is drafted no further."
+    )
+
+
 class ScriptedSettings(Section):
     """The test drafter: proposes what a file says, right or wrong, in any tree. Never for production."""
 
@@ -107,6 +119,10 @@ class DraftersSettings(Section):
     ngram: NgramSettings | None = NgramSettings()
     draft_model: DraftModelSettings | None = None
     rest: RestSettings | None = None
+    eagle: HeadSettings | None = None
+    eagle2: HeadSettings | None = None
+    eagle3: HeadSettings | None = None
+    mtp: HeadSettings | None = None
     scripted: ScriptedSettings | None = None
 
 

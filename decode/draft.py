@@ -16,6 +16,7 @@ class Draft:
     `draft_probs` [nodes, vocabulary] float32 is the distribution that node j was really drawn from;
     None: deterministic proposals (one-hot).
     `auxiliary_token_ids`, `auxiliary_parents`: rows evaluated for the drafter only, after all nodes.
+    `fault`: why there is no draft though there should be one; counted, and told to the caller.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -23,6 +24,7 @@ class Draft:
     draft_probs: Tensor | None = None
     auxiliary_token_ids: tuple[int, ...] = ()
     auxiliary_parents: tuple[int, ...] = ()
+    fault: str = ""
 
     def depths(self) -> tuple[int, ...]:
         """Depth of each node, from 1."""

@@ -117,6 +117,8 @@ class Drafting:
             deepest = max(budget.draft_length for budget in budgets)
             self._pace.record_draft(drafter.name, deepest, self._clock.now_s() - started_s)
             for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
+                if draft.fault:
+                    self._note(choice, draft.fault)
                 if choice.draft_request.verification == "rejection":
                     draft = leading_chain(draft)
                 if draft.token_ids or draft.auxiliary_token_ids:
