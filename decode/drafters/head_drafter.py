@@ -141,7 +141,7 @@ class HeadDrafter:
         if depth < 1 or not 1 <= _lag(state) <= CATCH_UP_ROWS:
             return None
         width = min(request.draft_width, budget.max_nodes)
-        sampled = request.verification == "rejection" and not request.sampling.greedy
+        sampled = request.verification in ("rejection", "block") and not request.sampling.greedy
         growth = TreeGrowth(depth, width, budget.max_nodes, not sampled, self._min_probability)
         known = len(request.history.token_ids) - 1
         if not self._reserved(state, known + (depth - 1) * width):
