@@ -1,7 +1,7 @@
-"""Weights in 8 or 4 bits, for drafts: a third or a sixth of the bytes that a step reads, at some cost in acceptance.
+"""Weights in 8 or 4 bits, for drafts: half or a good quarter of the bytes that a step reads, for some acceptance.
 
-int8: symmetric, one scale an output row. int4: one scale and one zero for each `INT4_GROUP` inputs of an output row. The
-products are torch's weight-only kernels for CPUs; activations stay in bfloat16.
+int8: symmetric, one scale an output row. int4: one scale and one zero for each `INT4_GROUP` inputs of an output row.
+The products are torch's weight-only kernels for CPUs; activations stay in bfloat16.
 """
 
 from collections.abc import Callable

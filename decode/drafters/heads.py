@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from core.errors import FailedPrecondition, InvalidArgument
-from core.settings import DraftersSettings, HeadSettings
+from core.settings import DraftersSettings, HeadSettings, Quantisation
 from core.tokenizer import Tokenizer
 from decode.drafters.artifact import ArtifactManifest, read_manifest, read_tensors, require_target
 from decode.drafters.eagle import EagleModel, eagle_shapes
@@ -45,7 +45,7 @@ def load_head(name: str, settings: HeadSettings, engine: Engine, tokenizer: Toke
         )
     require_target(directory, manifest, engine.numerics.model_revision, vocabulary_digest(tokenizer))
     sizes = _sizes(directory, manifest, engine)
-    model = _MODELS[manifest.kind](directory, manifest, sizes, engine)
+    model = _MODELS[manifest.kind](directory, manifest, sizes, engine, settings.quantisation)
     needs = DrafterNeeds(
         max_draft_length=settings.max_draft_length,
         default_draft_length=min(settings.draft_length, settings.max_draft_length),
@@ -120,22 +120,28 @@ def _places(directory: Path, manifest: ArtifactManifest, engine: Engine) -> list
     return [kept.index(layer) for layer in manifest.hidden_layers]
 
 
-def _eagle3(directory: Path, manifest: ArtifactManifest, sizes: HeadSizes, engine: Engine) -> HeadModel:
+def _eagle3(
+    directory: Path, manifest: ArtifactManifest, sizes: HeadSizes, engine: Engine, quantisation: Quantisation
+) -> HeadModel:
     tensors = read_tensors(directory, eagle3_shapes(sizes, len(manifest.hidden_layers)))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
-    return Eagle3Model(engine, sizes, _places(directory, manifest, engine), tensors, ids)
+    return Eagle3Model(engine, sizes, _places(directory, manifest, engine), tensors, ids, quantisation)
 
 
-def _eagle(directory: Path, manifest: ArtifactManifest, sizes: HeadSizes, engine: Engine) -> HeadModel:
+def _eagle(
+    directory: Path, manifest: ArtifactManifest, sizes: HeadSizes, engine: Engine, quantisation: Quantisation
+) -> HeadModel:
     tensors = read_tensors(directory, eagle_shapes(sizes))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
-    return EagleModel(engine, sizes, _last_place(directory, manifest, engine), tensors, ids)
+    return EagleModel(engine, sizes, _last_place(directory, manifest, engine), tensors, ids, quantisation)
 
 
-def _mtp(directory: Path, manifest: ArtifactManifest, sizes: HeadSizes, engine: Engine) -> HeadModel:
+def _mtp(
+    directory: Path, manifest: ArtifactManifest, sizes: HeadSizes, engine: Engine, quantisation: Quantisation
+) -> HeadModel:
     tensors = read_tensors(directory, mtp_shapes(sizes))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
-    return MtpModel(engine, sizes, _last_place(directory, manifest, engine), tensors, ids)
+    return MtpModel(engine, sizes, _last_place(directory, manifest, engine), tensors, ids, quantisation)
 
 
 def _last_place(directory: Path, manifest: ArtifactManifest, engine: Engine) -> int:
@@ -148,7 +154,7 @@ def _last_place(directory: Path, manifest: ArtifactManifest, engine: Engine) -> 
     return _places(directory, manifest, engine)[0]
 
 
-_MODELS: dict[str, Callable[[Path, ArtifactManifest, HeadSizes, Engine], HeadModel]] = {
+_MODELS: dict[str, Callable[[Path, ArtifactManifest, HeadSizes, Engine, Quantisation], HeadModel]] = {
     "eagle3": _eagle3,
     "eagle": _eagle,
     "mtp": _mtp,
