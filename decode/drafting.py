@@ -115,7 +115,9 @@ class Drafting:
             started_s = self._clock.now_s()
             answers = self._guard(choices, lambda: drafter.propose(budgets))  # noqa: B023 (called at once)
             deepest = max(budget.draft_length for budget in budgets)
-            self._pace.record_draft(drafter.name, deepest, self._clock.now_s() - started_s)
+            took_s = self._clock.now_s() - started_s
+            self._pace.record_draft(drafter.name, deepest, took_s)
+            self._metrics.draft(drafter.name, took_s)
             for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
                 if draft.fault:
                     self._note(choice, draft.fault)
