@@ -99,7 +99,10 @@ class DraftModelSettings(Section):
 class HeadSettings(Section):
     """A trained head on the target's hidden states."""
 
-    artifact: str = Field(description="Folder of the head, as `outrider train` writes it.")
+    artifact: str | None = Field(
+        None,
+        description="Folder of the head, as `outrider train` writes it. None: the one that ships for the target.",
+    )
     draft_length: int = Field(4, ge=1, le=16, description="Default K.")
     draft_width: int = Field(4, ge=1, le=16, description="Default width; 1 is a chain.")
     max_draft_length: int = Field(8, ge=1, le=16)
@@ -128,6 +131,10 @@ class DraftersSettings(Section):
     eagle2: HeadSettings | None = None
     eagle3: HeadSettings | None = None
     mtp: HeadSettings | None = None
+    versions: dict[str, HeadSettings] = Field(
+        {}, description="Further heads by the name that requests give: NAME@VERSION, such as eagle3@next."
+    )
+    shipped: bool = Field(True, description="Host the heads that ship for the target, where there are any.")
     scripted: ScriptedSettings | None = None
 
 
