@@ -5,6 +5,7 @@ from pathlib import Path
 from core.settings import DraftersSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.draft_model import DraftModelDrafter
+from decode.drafters.heads import head_layers, head_settings, load_head
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoneDrafter
 from decode.drafters.protocol import Drafter
@@ -21,8 +22,14 @@ from engine.engine import Engine
 
 
 def required_hidden_layers(settings: DraftersSettings) -> tuple[int, ...]:
-    """The layers whose planes the configured drafters need, ascending; known before the engine is loaded."""
-    return HIDDEN_LAYERS if settings.scripted is not None else ()
+    """The layers whose planes the configured drafters need, ascending; known before the engine is loaded.
+
+    Raises InvalidArgument where a head's manifest cannot be read.
+    """
+    layers = set(HIDDEN_LAYERS if settings.scripted is not None else ())
+    for head in head_settings(settings).values():
+        layers.update(head_layers(head))
+    return tuple(sorted(layers))
 
 
 def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokenizer) -> dict[str, Drafter]:
@@ -34,6 +41,8 @@ def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokeni
         drafters.append(DraftModelDrafter.load(settings.draft_model, engine, tokenizer))
     if settings.rest is not None:
         drafters.append(RestDrafter.load(settings.rest, tokenizer, engine.config.vocab_size))
+    for name, head in head_settings(settings).items():
+        drafters.append(load_head(name, head, engine, tokenizer))
     if settings.scripted is not None:
         script = Script(Path(settings.scripted.script))
         vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
