@@ -63,7 +63,15 @@ def load_head(name: str, settings: HeadSettings, engine: Engine, tokenizer: Toke
         max_draft_width=1 if base == "eagle" else 16,
         default_draft_width=1 if base == "eagle" else settings.draft_width,
     )
-    return HeadDrafter(name, model, needs, engine.config.vocab_size, settings.min_probability)
+    rates = manifest.acceptance.get("all")
+    return HeadDrafter(
+        name,
+        model,
+        needs,
+        engine.config.vocab_size,
+        settings.min_probability,
+        rates[0] if rates else None,
+    )
 
 
 def _directory(settings: HeadSettings) -> Path:
