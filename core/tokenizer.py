@@ -84,11 +84,6 @@ class Tokenizer:
         spelling: str | None = self._fast.id_to_token(token_id)
         return spelling
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chats can be rendered."""
-        return self._template is not None
-
     def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """The prompt text of a chat. Raises InvalidArgument where the template refuses it or is missing."""
         if self._template is None:

@@ -1,7 +1,7 @@
 """Whether trained drafters still fit their target: a short greedy answer is drafted again before the worker is ready.
 
-A head whose id map is permuted, whose planes are those of other layers or whose weights were damaged loads without an
-error and is simply never right. Such a drafter is taken off the worker, with a reason, instead of costing every request.
+A head whose id map is permuted, whose planes are those of other layers or whose weights were damaged loads without
+an error and is simply never right. Such a drafter is taken off the worker, with a reason, and costs no request.
 """
 
 import logging
@@ -22,7 +22,7 @@ from outrider.v1 import common_pb2
 
 CHECKED_TOKENS: Final = 48
 LEAST_SHARE: Final = 0.4
-"""Of the acceptance that the manifest promises: with so few tokens a fit drafter is rarely below, a wrong one always."""
+"""Of the acceptance that the manifest promises: over so few tokens a fit drafter may well be some way below it."""
 
 _QUESTION: Final = "Explain in a few sentences how a bicycle works, and list its most important parts."
 _KEY: Final = -1
