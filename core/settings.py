@@ -154,6 +154,11 @@ class DecodeSettings(Section):
     slow_reader_timeout_s: float = Field(60.0, gt=0)
     min_speculation_tokens: int = Field(8, ge=0, description="No drafting below this max_tokens.")
     engine_stall_s: float = Field(60.0, gt=0)
+    drafter_stall_s: float = Field(
+        5.0,
+        gt=0,
+        description="A drafter that takes longer in one step is taken off the requests of that step.",
+    )
     drafters: DraftersSettings = DraftersSettings()
 
 

@@ -70,7 +70,14 @@ class DecodeWorker:
         self._numerics = engine.numerics.digest()
         self.peer = describe_peer(identity, engine.kv.layout, engine.numerics)
         self._pace = Pace(settings.step_tokens)
-        drafting = Drafting(self.drafters, self._pace, self.metrics, self.clock, settings.max_tree_nodes)
+        drafting = Drafting(
+            self.drafters,
+            self._pace,
+            self.metrics,
+            self.clock,
+            settings.max_tree_nodes,
+            settings.drafter_stall_s,
+        )
         self.limits = JobLimits(
             vocab_size=min(tokenizer.vocab_size, engine.config.vocab_size),
             max_context=engine.max_context,
