@@ -47,7 +47,7 @@ def rollouts_command(
         str, typer.Option(help="The target: alias, directory or hub id.")
     ] = "smollm2-135m-instruct",
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same rollouts.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Rollouts at a time; changes speed only.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Rollouts at a time; changes speed only.")] = 128,
     user_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of a user turn.")] = 160,
     answer_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 320,
     threads: Annotated[int, typer.Option(min=1, help="Compute threads.")] = 2,
@@ -62,6 +62,7 @@ def rollouts_command(
     from core.tokenizer import Tokenizer
     from decode.drafters.vocabulary import vocabulary_digest
     from engine.engine import Engine
+    from engine.linear import WIDE_PLANS
     from training.excluded import ExcludedPrompts
     from training.rollout_store import Recipe, RolloutStore
     from training.rollouts import RolloutRun, blocks_needed
@@ -73,7 +74,8 @@ def rollouts_command(
         tokenizer = Tokenizer.from_directory(directory)
         settings = EngineSettings(num_threads=threads)
         num_blocks = blocks_needed(user_tokens, answer_tokens, batch, settings.block_size)
-        engine = Engine.load(directory, settings.model_copy(update={"num_blocks": num_blocks}))
+        settings = settings.model_copy(update={"num_blocks": num_blocks})
+        engine = Engine.load(directory, settings, row_plans=WIDE_PLANS)
         with closing(engine):
             recipe = Recipe(
                 model=model,
