@@ -15,6 +15,7 @@ from cluster.cli.train_heads import (
     medusa_command,
     mtp_command,
 )
+from cluster.cli.train_import import import_command
 from cluster.cli.train_progress import say, shown_progress, stopping
 from core.environment import cache_directory
 from core.errors import ServiceError
@@ -30,6 +31,7 @@ train_app.command("eagle")(eagle_command)
 train_app.command("mtp")(mtp_command)
 train_app.command("medusa")(medusa_command)
 train_app.command("judge")(judge_command)
+train_app.command("import")(import_command)
 TEMPERATURES: Final = (0.0, 0.0, 0.0, 0.7, 1.0)
 """Of answers: mostly greedy."""
 
