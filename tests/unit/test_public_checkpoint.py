@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(
 
 def test_pickled_weights_are_not_opened(public: Path, target: Path, tmp_path: Path) -> None:
     (public / "model.safetensors").rename(public / "pytorch_model.bin")
-    with pytest.raises(InvalidArgument, match="pytorch_model.bin is pickled"):
+    with pytest.raises(InvalidArgument, match="is pickled"):
         import_eagle3(PublicHead(public, target), tmp_path / "out")
 
 
