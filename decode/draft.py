@@ -15,7 +15,9 @@ class Draft:
     Node j is row j + 1. `parents[j]` is the *row* of its parent: 0 for the root, else ≤ j.
     `draft_probs` [nodes, vocabulary] float32 is the distribution that node j was really drawn from;
     None: deterministic proposals (one-hot).
-    `auxiliary_token_ids`, `auxiliary_parents`: rows evaluated for the drafter only, after all nodes.
+    `auxiliary_token_ids`, `auxiliary_parents`: rows evaluated for the drafter only, after all nodes. Their
+    parents are rows too: the root, a node or an earlier auxiliary row. They may be deeper than the nodes, but must
+    end inside the target's context.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -30,6 +32,11 @@ class Draft:
         for parent in self.parents:
             depths.append(1 if parent == 0 else depths[parent - 1] + 1)
         return tuple(depths)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows behind the root: nodes and auxiliary rows."""
+        return len(self.token_ids) + len(self.auxiliary_token_ids)
 
     @property
     def is_chain(self) -> bool:
