@@ -84,6 +84,26 @@ class RestSettings(Section):
     max_draft_length: int = Field(16, ge=1, le=64)
 
 
+class LookaheadSettings(Section):
+    """Jacobi iteration in a window of W columns and N - 1 levels: W · (N - 1) - 1 rows beside the nodes of a step.
+
+    They are evaluated only where they fit into `max_tree_nodes` beside the nodes.
+    """
+
+    window: int = Field(4, ge=1, le=32, description="Columns of the window (W).")
+    ngram: int = Field(3, ge=3, le=16, description="Tokens of an n-gram (N); the longest draft has N - 1.")
+    guesses: int = Field(
+        3, ge=1, le=16, description="n-grams kept for each first token (G); also the default width."
+    )
+    draft_length: int | None = Field(None, ge=1, description="Default K; None: the longest.")
+
+    @model_validator(mode="after")
+    def _draft_within_ngram(self) -> Self:
+        if self.draft_length is not None and self.draft_length >= self.ngram:
+            raise ValueError(f"draft_length must be less than ngram, which is {self.ngram}")
+        return self
+
+
 class DraftModelSettings(Section):
     """A second model with the target's tokenizer."""
 
@@ -135,6 +155,7 @@ class DraftersSettings(Section):
         {}, description="Further heads by the name that requests give: NAME@VERSION, such as eagle3@next."
     )
     shipped: bool = Field(True, description="Host the heads that ship for the target, where there are any.")
+    lookahead: LookaheadSettings | None = LookaheadSettings()
     scripted: ScriptedSettings | None = None
 
 
@@ -146,7 +167,9 @@ class DecodeSettings(Section):
     step_tokens: int = Field(
         256, ge=8, description="Rows a step at most: nodes, auxiliary nodes, own prefill."
     )
-    max_tree_nodes: int = Field(64, ge=1, description="Draft nodes of one request a step at most.")
+    max_tree_nodes: int = Field(
+        64, ge=1, description="Draft nodes and auxiliary rows of one request a step at most."
+    )
     outbox_deltas: int = Field(64, ge=1, description="Deltas a slow reader may leave before they are merged.")
     merge_interval_s: float = Field(
         0.25, ge=0, description="Longest wait of a delta for more, where the answer is read as a whole."

@@ -31,7 +31,8 @@ class DrafterNeeds:
     `hidden_layers`: layers whose planes must be kept with the KV. `bytes_per_token`: its own state.
     `noise`: invariant verification shares its noise with a drafter that samples; rejection never does.
     `largest_position`: past it the drafter is not asked (None: no limit). `auxiliary_rows`: rows of the target
-    that a draft may want beside its nodes, evaluated for the drafter alone.
+    that a draft may want beside its nodes, evaluated for the drafter alone. They come whole or not at all: where
+    rows run short they go before any node.
     """
 
     max_draft_length: int
@@ -43,6 +44,10 @@ class DrafterNeeds:
     max_draft_width: int = 1
     default_draft_width: int = 1
     auxiliary_rows: int = 0
+
+    def rows(self, depth: int, width: int) -> int:
+        """Rows behind the root that a draft may take: its nodes and, where it drafts at all, the auxiliary rows."""
+        return depth * width + self.auxiliary_rows if depth > 0 else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +75,7 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """What one choice may draft in this step: depth ≤ `draft_length`, nodes (auxiliary included) ≤ `max_nodes`."""
+    """What one choice may draft in this step: depth ≤ `draft_length`, nodes and auxiliary rows ≤ `max_nodes`."""
 
     request: DraftRequest
     draft_length: int
@@ -82,7 +87,7 @@ class Observation:
     """What became of a step. `history` of the request already holds `token_ids`.
 
     `hidden_rows` [num hidden layers, 1 + accepted, hidden_dim]: planes of the root and the accepted path.
-    `auxiliary_logits` [auxiliary rows, vocabulary] or None.
+    `auxiliary_logits` [auxiliary rows of `draft`, vocabulary], read during the call only; None where it has none.
     """
 
     request: DraftRequest

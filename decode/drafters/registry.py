@@ -6,6 +6,7 @@ from core.settings import DraftersSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.heads import head_layers, head_settings, load_head
+from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoneDrafter
 from decode.drafters.protocol import Drafter
@@ -43,6 +44,8 @@ def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokeni
         drafters.append(RestDrafter.load(settings.rest, tokenizer, engine.config.vocab_size))
     for name, head in head_settings(settings).items():
         drafters.append(load_head(name, head, engine, tokenizer))
+    if settings.lookahead is not None:
+        drafters.append(LookaheadDrafter(settings.lookahead, engine.max_context))
     if settings.scripted is not None:
         script = Script(Path(settings.scripted.script))
         vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
