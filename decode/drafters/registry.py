@@ -4,6 +4,7 @@ from pathlib import Path
 
 from core.settings import DraftersSettings
 from core.tokenizer import Tokenizer
+from decode.drafters.cache import CacheDrafter
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoneDrafter
@@ -34,6 +35,9 @@ def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokeni
         drafters.append(DraftModelDrafter.load(settings.draft_model, engine, tokenizer))
     if settings.rest is not None:
         drafters.append(RestDrafter.load(settings.rest, tokenizer, engine.config.vocab_size))
+    if settings.cache is not None:
+        vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
+        drafters.append(CacheDrafter(settings.cache, vocab_size))
     if settings.scripted is not None:
         script = Script(Path(settings.scripted.script))
         vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
