@@ -104,6 +104,41 @@ class LookaheadSettings(Section):
         return self
 
 
+class CacheSettings(Section):
+    """Earlier answers of the same tenant and cache salt."""
+
+    max_tokens: int = Field(
+        262_144, ge=4096, description="Tokens held by a worker at most, some 250 bytes of memory each."
+    )
+    tenant_share: float = Field(
+        0.25,
+        gt=0,
+        le=1,
+        description="Part of them that others cannot push out; what is beyond it goes first.",
+    )
+    min_match: int = Field(3, ge=1, le=64)
+    max_match: int = Field(24, ge=1, le=64, description="Tokens of a prompt's end kept with its answer, too.")
+    max_candidates: int = Field(
+        16, ge=1, le=64, description="Earlier answers that a draft is made of at most."
+    )
+    min_answer_tokens: int = Field(8, ge=1, description="Shorter answers are not kept.")
+    max_answer_tokens: int = Field(
+        2048, ge=8, le=4032, description="Of a longer answer the beginning is kept."
+    )
+    draft_length: int = Field(8, ge=1, le=64, description="Default K.")
+    draft_width: int = Field(1, ge=1, le=8, description="Default width; 1 is a chain.")
+    max_draft_length: int = Field(16, ge=1, le=64)
+    share: bool = Field(
+        False,
+        description="Keep the token ids of answers and of the ends of prompts in Redis, for all workers of the model "
+        "and beyond their restarts. Whoever reads that Redis can read them: an operator's decision.",
+    )
+    shared_answers: int = Field(4096, ge=8, description="Answers in Redis at most, about.")
+    shared_for_s: float = Field(
+        7 * 86400.0, ge=1, description="They are gone so long after the last of their shard was added."
+    )
+
+
 class DraftModelSettings(Section):
     """A second model with the target's tokenizer."""
 
@@ -156,6 +191,7 @@ class DraftersSettings(Section):
     )
     shipped: bool = Field(True, description="Host the heads that ship for the target, where there are any.")
     lookahead: LookaheadSettings | None = LookaheadSettings()
+    cache: CacheSettings | None = CacheSettings()
     scripted: ScriptedSettings | None = None
 
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from core.clock import Clock, SystemClock
 from core.errors import FailedPrecondition, Internal, Overloaded, ServiceError, Unavailable
@@ -32,6 +33,7 @@ from engine.engine_thread import EngineThread
 from engine.peer_info import describe_peer
 from outrider.v1 import decode_pb2
 
+Result = TypeVar("Result")
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -185,6 +187,10 @@ class DecodeWorker:
             "failed_steps": float(self._loop.num_failed_steps),
             "failed_checks": float(self._loop.num_failed_checks),
         }
+
+    async def on_engine_thread(self, action: Callable[[], Result]) -> Result:
+        """Run `action` between two turns; its result, or its exception."""
+        return await self._thread.call(action)
 
     async def drop_cached(self) -> None:
         """Forget the prefix cache (tests, benchmarks)."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from core.settings import DraftersSettings
 from core.tokenizer import Tokenizer
+from decode.drafters.cache import CacheDrafter
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.heads import head_layers, head_settings, load_head
 from decode.drafters.lookahead import LookaheadDrafter
@@ -46,6 +47,9 @@ def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokeni
         drafters.append(load_head(name, head, engine, tokenizer))
     if settings.lookahead is not None:
         drafters.append(LookaheadDrafter(settings.lookahead, engine.max_context))
+    if settings.cache is not None:
+        vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
+        drafters.append(CacheDrafter(settings.cache, vocab_size))
     if settings.scripted is not None:
         script = Script(Path(settings.scripted.script))
         vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
