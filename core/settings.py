@@ -109,6 +109,16 @@ class HeadSettings(Section):
     quantisation: Quantisation = Field("none", description="Of the head's weights.")
 
 
+class MedusaSettings(HeadSettings):
+    """Heads that each say one of the next tokens, as `outrider train medusa` writes them."""
+
+    tree: Literal["measured", "confident"] = Field(
+        "measured",
+        description="Nodes of a greedy draft: by the acceptance that the artifact measured, or by each draft's own "
+        "probabilities. Sampled drafts take the latter.",
+    )
+
+
 class ScriptedSettings(Section):
     """The test drafter: proposes what a file says, right or wrong, in any tree. Never for production."""
 
@@ -128,6 +138,7 @@ class DraftersSettings(Section):
     eagle2: HeadSettings | None = None
     eagle3: HeadSettings | None = None
     mtp: HeadSettings | None = None
+    medusa: MedusaSettings | None = None
     scripted: ScriptedSettings | None = None
 
 

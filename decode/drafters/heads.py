@@ -133,7 +133,7 @@ def _eagle(
 ) -> HeadModel:
     tensors = read_tensors(directory, eagle_shapes(sizes))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
-    return EagleModel(engine, sizes, _last_place(directory, manifest, engine), tensors, ids, quantisation)
+    return EagleModel(engine, sizes, last_place(directory, manifest, engine), tensors, ids, quantisation)
 
 
 def _mtp(
@@ -141,10 +141,11 @@ def _mtp(
 ) -> HeadModel:
     tensors = read_tensors(directory, mtp_shapes(sizes))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
-    return MtpModel(engine, sizes, _last_place(directory, manifest, engine), tensors, ids, quantisation)
+    return MtpModel(engine, sizes, last_place(directory, manifest, engine), tensors, ids, quantisation)
 
 
-def _last_place(directory: Path, manifest: ArtifactManifest, engine: Engine) -> int:
+def last_place(directory: Path, manifest: ArtifactManifest, engine: Engine) -> int:
+    """The last layer's place among the planes that the engine keeps, for a head that reads that plane only."""
     last = engine.config.num_layers - 1
     if manifest.hidden_layers != (last,):
         raise InvalidArgument(

@@ -6,6 +6,8 @@ from core.settings import DraftersSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.heads import head_layers, head_settings, load_head
+from decode.drafters.medusa import MedusaDrafter
+from decode.drafters.medusa_artifact import medusa_layers
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoneDrafter
 from decode.drafters.protocol import Drafter
@@ -29,6 +31,8 @@ def required_hidden_layers(settings: DraftersSettings) -> tuple[int, ...]:
     layers = set(HIDDEN_LAYERS if settings.scripted is not None else ())
     for head in head_settings(settings).values():
         layers.update(head_layers(head))
+    if settings.medusa is not None:
+        layers.update(medusa_layers(settings.medusa))
     return tuple(sorted(layers))
 
 
@@ -43,6 +47,8 @@ def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokeni
         drafters.append(RestDrafter.load(settings.rest, tokenizer, engine.config.vocab_size))
     for name, head in head_settings(settings).items():
         drafters.append(load_head(name, head, engine, tokenizer))
+    if settings.medusa is not None:
+        drafters.append(MedusaDrafter.load(settings.medusa, engine, tokenizer))
     if settings.scripted is not None:
         script = Script(Path(settings.scripted.script))
         vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
