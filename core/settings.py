@@ -112,6 +112,7 @@ class HeadSettings(Section):
 class MedusaSettings(HeadSettings):
     """Heads that each say one of the next tokens, as `outrider train medusa` writes them."""
 
+    min_probability: float = Field(0.02, ge=0.0, lt=1.0, description="Less likely nodes are not drafted.")
     tree: Literal["measured", "confident"] = Field(
         "measured",
         description="Nodes of a greedy draft: by the acceptance that the artifact measured, or by each draft's own "

@@ -131,7 +131,7 @@ class Eagle3Head(DraftHead):
     kind: ClassVar[str] = "eagle3"
     d2t: Tensor
 
-    def __init__(self, shape: Eagle3Shape, target_ids: Sequence[int], depth: int) -> None:
+    def __init__(self, shape: Eagle3Shape, target_ids: Sequence[int], depth: int = 5) -> None:
         """`target_ids`: the target's ids that may be drafted, ascending; `draft_vocab` of them."""
         super().__init__()
         if len(target_ids) != shape.draft_vocab:
@@ -168,7 +168,7 @@ class Eagle3Head(DraftHead):
             soft_cross_entropy(
                 self.norm(hidden.flatten(0, 1).index_select(0, places)), self.lm_head.weight, wanted.probs
             )
-            for hidden in self._unrolled(batch, target)
+            for hidden in self._of_batch(batch, target)
         ]
 
     def draft_ids(
@@ -177,30 +177,34 @@ class Eagle3Head(DraftHead):
         """See `DraftHead`."""
         rows, tokens = starts
         best = [
-            self.logits(hidden[rows, tokens + step]).topk(ranks, dim=-1).indices
-            for step, hidden in enumerate(self._unrolled(batch, target))
+            self._logits(hidden[rows, tokens + step]).topk(ranks, dim=-1).indices
+            for step, hidden in enumerate(self._of_batch(batch, target))
         ]
         return self.target_ids[torch.stack(best, dim=1)]
 
-    def _unrolled(self, batch: Batch, target: TargetHead) -> list[Tensor]:
-        """`unroll` of a batch: the position of token t is about token t + 2."""
-        embedded = target.embedding[batch.token_ids[:, 1:-1]].float()
-        return self.unroll(batch.planes[:, :-2], embedded, self.depth)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[…, hidden_dim] of `unroll` → […, draft_vocab]"""
-        return cast(Tensor, self.lm_head(self.norm(hidden)))
-
     def unroll(self, planes: Tensor, embedded: Tensor, num_steps: int) -> list[Tensor]:
-        """The layer's outputs at every position, for drafts of depth 1 … `num_steps`.
+        """Draft logits at every position, for drafts of depth 1 … `num_steps`.
 
         planes: Tensor  # [batch, positions, num_planes · hidden_dim], of tokens t
         embedded: Tensor  # [batch, positions, hidden_dim], of tokens t + 1
-        → num_steps × Tensor  # [batch, positions, hidden_dim], about tokens t + 2
+        → num_steps × Tensor  # [batch, positions, draft_vocab], about tokens t + 2
 
         At depth j + 1 position t knows the target's planes up to t - j and its own outputs behind them; rows
         t < j see their neighbours' rows wrapped out and mean nothing.
         """
+        return [self._logits(hidden) for hidden in self._unrolled(planes, embedded, num_steps)]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[…, hidden_dim] of the layer → […, draft_vocab]"""
+        return cast(Tensor, self.lm_head(self.norm(hidden)))
+
+    def _of_batch(self, batch: Batch, target: TargetHead) -> list[Tensor]:
+        """`_unrolled` of a batch: the position of token t is about token t + 2."""
+        embedded = target.embedding[batch.token_ids[:, 1:-1]].float()
+        return self._unrolled(batch.planes[:, :-2], embedded, self.depth)
+
+    def _unrolled(self, planes: Tensor, embedded: Tensor, num_steps: int) -> list[Tensor]:
+        """The layer's outputs as `unroll` says, before norm and head: num_steps × [batch, positions, hidden_dim]."""
         layer = self.midlayer
         words = layer.input_layernorm(embedded)
         hidden = self.fc(planes)

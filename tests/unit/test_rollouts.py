@@ -199,9 +199,10 @@ def test_a_head_is_trained_on_rollouts_and_becomes_an_artifact(model: Path, tmp_
     manifest = read_manifest(out)
     assert (manifest.kind, manifest.hidden_layers) == ("eagle3", (0, 2))
     assert manifest.acceptance["all"] == [round(rate, 4) for rate in report["all"]["rates"]]
+    assert len(manifest.rank_acceptance) == 2
     head = Eagle3Head(Eagle3Shape(**manifest.shape), range(128))  # type: ignore[arg-type]
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     assert read_tensors(out, shapes).keys() == shapes.keys()
     refused = CliRunner().invoke(app, [*command, "--depth", "3"])
     assert refused.exit_code == 2
-    assert "another plan" in refused.stderr
+    assert "another head" in refused.stderr
