@@ -3,7 +3,7 @@
 import asyncio
 from typing import Self
 
-from cluster.engines import load_engine, on_passing_thread, worker_record
+from cluster.engines import hosted_drafters, load_engine, on_passing_thread, worker_record
 from cluster.roles import Surroundings, model_directory
 from cluster.specs import WorkerSpec
 from core.environment import cache_directory
@@ -18,9 +18,11 @@ from decode.worker import DecodeWorker
 from outrider.v1 import admin_pb2_grpc, decode_pb2_grpc
 
 
-def _with_draft_directory(settings: DecodeSettings) -> DecodeSettings:
-    """The draft model by its directory: like the target it may be named by an alias or a hub id."""
-    draft = settings.drafters.draft_model
+def _with_directories(spec: WorkerSpec) -> DecodeSettings:
+    """Heads and draft model by their directories: like the target the latter may be an alias or a hub id."""
+    drafters = hosted_drafters(spec)
+    settings = spec.settings.decode_worker.model_copy(update={"drafters": drafters})
+    draft = drafters.draft_model
     if draft is None:
         return settings
     try:
@@ -30,8 +32,7 @@ def _with_draft_directory(settings: DecodeSettings) -> DecodeSettings:
             "decode_worker.drafters.draft_model.model", error.message.partition(": ")[2]
         ) from error
     named = draft.model_copy(update={"model": str(directory)})
-    drafters = settings.drafters.model_copy(update={"draft_model": named})
-    return settings.model_copy(update={"drafters": drafters})
+    return settings.model_copy(update={"drafters": drafters.model_copy(update={"draft_model": named})})
 
 
 class DecodeRole:
@@ -46,7 +47,7 @@ class DecodeRole:
     async def build(cls, spec: WorkerSpec, around: Surroundings) -> Self:
         """See `cluster.roles.build_role`."""
         settings = spec.settings
-        decode = await asyncio.to_thread(lambda: _with_draft_directory(settings.decode_worker))
+        decode = await asyncio.to_thread(lambda: _with_directories(spec))
         engine = await on_passing_thread(lambda: load_engine(spec))
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.from_directory(model_directory(spec)))
         worker = await on_passing_thread(

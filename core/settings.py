@@ -99,7 +99,10 @@ class DraftModelSettings(Section):
 class HeadSettings(Section):
     """A trained head on the target's hidden states."""
 
-    artifact: str = Field(description="Folder of the head, as `outrider train` writes it.")
+    artifact: str | None = Field(
+        None,
+        description="Folder of the head, as `outrider train` writes it. None: the one that ships for the target.",
+    )
     draft_length: int = Field(4, ge=1, le=16, description="Default K.")
     draft_width: int = Field(4, ge=1, le=16, description="Default width; 1 is a chain.")
     max_draft_length: int = Field(8, ge=1, le=16)
@@ -140,6 +143,10 @@ class DraftersSettings(Section):
     eagle3: HeadSettings | None = None
     mtp: HeadSettings | None = None
     medusa: MedusaSettings | None = None
+    versions: dict[str, HeadSettings] = Field(
+        {}, description="Further heads by the name that requests give: NAME@VERSION, such as eagle3@next."
+    )
+    shipped: bool = Field(True, description="Host the heads that ship for the target, where there are any.")
     scripted: ScriptedSettings | None = None
 
 
@@ -159,6 +166,11 @@ class DecodeSettings(Section):
     slow_reader_timeout_s: float = Field(60.0, gt=0)
     min_speculation_tokens: int = Field(8, ge=0, description="No drafting below this max_tokens.")
     engine_stall_s: float = Field(60.0, gt=0)
+    drafter_stall_s: float = Field(
+        5.0,
+        gt=0,
+        description="A drafter that takes longer in one step is taken off the requests of that step.",
+    )
     drafters: DraftersSettings = DraftersSettings()
 
 

@@ -22,6 +22,7 @@ _LOG = logging.getLogger(__name__)
 FALLBACK_ERROR = "drafter_error"
 FALLBACK_POSITION = "position_limit"
 FALLBACK_SHORT = "short_answer"
+FALLBACK_STALL = "drafter_stall"
 
 
 class Drafting:
@@ -34,12 +35,14 @@ class Drafting:
         metrics: Metrics,
         clock: Clock,
         max_nodes: int,
+        stall_s: float,
     ) -> None:
         self._drafters = drafters
         self._pace = pace
         self._metrics = metrics
         self._clock = clock
         self._max_nodes = max_nodes
+        self._stall_s = stall_s
         self._choices: dict[int, Choice] = {}
         self.pending = False
         """Whether a drafter may have prompt work of its own left."""
@@ -118,6 +121,8 @@ class Drafting:
             took_s = self._clock.now_s() - started_s
             self._pace.record_draft(drafter.name, deepest, took_s)
             self._metrics.draft(drafter.name, took_s)
+            if took_s > self._stall_s:
+                self._take_off(choices, FALLBACK_STALL)
             for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
                 if draft.fault:
                     self._note(choice, draft.fault)
@@ -148,12 +153,16 @@ class Drafting:
             return call()
         except Exception:  # boundary: drafters are guests; a broken one is taken off the choice
             _LOG.exception("drafter %s failed; its requests go on without", choices[0].drafter.name)
+        self._take_off(choices, FALLBACK_ERROR)
+        return None
+
+    def _take_off(self, choices: Sequence[Choice], reason: str) -> None:
+        """These go on without their drafter."""
         for choice in choices:
-            self._note(choice, FALLBACK_ERROR)
+            self._note(choice, reason)
             if choice.drafting:
                 self._forget(choice)
                 _finish_quietly(choice)
-        return None
 
     def _forget(self, choice: Choice) -> None:
         choice.drafting = False

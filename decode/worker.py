@@ -24,6 +24,7 @@ from decode.live import LiveRequest
 from decode.loop import DecodeLoop
 from decode.outbox import Delta
 from decode.pace import Pace
+from decode.self_check import take_off_unfit
 from decode.target import Target
 from decode.warm_up import warm_up
 from engine.engine import Engine
@@ -62,12 +63,21 @@ class DecodeWorker:
         self.draining = False
         self.ready = False
         self.drafters = build_drafters(settings.drafters, engine, tokenizer)
+        self.unfit: dict[str, str] = {}
+        self._tokenizer = tokenizer
         self._settings = settings
         self._ticket_keys = ticket_keys
         self._numerics = engine.numerics.digest()
         self.peer = describe_peer(identity, engine.kv.layout, engine.numerics)
         self._pace = Pace(settings.step_tokens)
-        drafting = Drafting(self.drafters, self._pace, self.metrics, self.clock, settings.max_tree_nodes)
+        drafting = Drafting(
+            self.drafters,
+            self._pace,
+            self.metrics,
+            self.clock,
+            settings.max_tree_nodes,
+            settings.drafter_stall_s,
+        )
         self.limits = JobLimits(
             vocab_size=min(tokenizer.vocab_size, engine.config.vocab_size),
             max_context=engine.max_context,
@@ -107,6 +117,9 @@ class DecodeWorker:
         self._thread.start()
         await self._thread.call(
             lambda: warm_up(self.engine, self._pace, self.clock, self._settings.step_tokens)
+        )
+        self.unfit = await self._thread.call(
+            lambda: take_off_unfit(self.engine, self.drafters, self._tokenizer)
         )
         self.metrics.observe_load(self.gauges)
         self.ready = True

@@ -15,6 +15,7 @@ from engine.backends import make_backends
 from engine.core_turns import CoreTurns, NoTurns, Turns, turn_of
 from engine.huge_pages import advise_huge_pages
 from engine.kv_cache import KvCache, KvLayout
+from engine.linear import CANDIDATE_PLANS, RowPlan
 from engine.llama import Llama, LlamaWeights, load_weights
 from engine.model_config import ModelConfig
 from engine.native import cpu_flags
@@ -71,8 +72,11 @@ class Engine:
         settings: EngineSettings,
         device: torch.device | None = None,
         quantisation: Quantisation = "none",
+        row_plans: Sequence[RowPlan] = CANDIDATE_PLANS,
     ) -> "Engine":
         """Read `model` (a directory, or a .gguf file) and allocate the KV pool. `quantisation`: of the products.
+
+        `row_plans`: see `engine/linear.py`; the one found is of the numerics class.
 
         Raises InvalidArgument naming file and tensor, or the setting that does not fit the model.
         """
@@ -84,7 +88,7 @@ class Engine:
             if not 0 <= layer < files.config.num_layers:
                 raise InvalidArgument("engine.hidden_layers", f"layer {layer} of {files.config.num_layers}")
         with torch.inference_mode():
-            weights = load_weights(files, _DTYPES[settings.dtype], device, quantisation)
+            weights = load_weights(files, _DTYPES[settings.dtype], device, quantisation, row_plans)
             engine = cls(files.config, settings, weights, files.revision(), device, quantisation)
         engine._model = model
         return engine

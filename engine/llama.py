@@ -8,7 +8,7 @@ from torch import Tensor
 
 from core.settings import Quantisation
 from engine.attention import Attention
-from engine.linear import Linear, PackedProduct, RowPlan, find_row_plan, pack
+from engine.linear import CANDIDATE_PLANS, Linear, PackedProduct, RowPlan, find_row_plan, pack
 from engine.model_config import ModelConfig
 from engine.pointwise import Pointwise
 from engine.weights import ModelFiles, layer_shapes
@@ -48,7 +48,11 @@ class _LayerProducts:
 
 
 def load_weights(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, quantisation: Quantisation = "none"
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantisation: Quantisation = "none",
+    row_plans: Sequence[RowPlan] = CANDIDATE_PLANS,
 ) -> LlamaWeights:
     """Read, cast and pack every tensor, each freed once packed; find the row plan on layer 0 and the head.
 
@@ -72,7 +76,7 @@ def load_weights(
         (first.down, config.intermediate_dim),
         (head, config.hidden_dim),
     ]
-    plan = find_row_plan(probed, dtype, device)
+    plan = find_row_plan(probed, dtype, device, row_plans)
     return LlamaWeights(
         embedding, tuple(_planned(layer, plan) for layer in layers), final_norm, Linear(head, plan), plan
     )

@@ -13,6 +13,7 @@ from core.errors import InvalidArgument
 from core.settings import EngineSettings
 from decode.drafters.artifact import FORMAT, ArtifactManifest, write_artifact
 from engine.engine import Engine
+from engine.linear import WIDE_PLANS
 from engine.model_config import ModelConfig
 from engine.weights import open_model
 from training.batch import TargetHead, draft_vocabulary
@@ -144,6 +145,7 @@ def _engine(place: Place, layers: tuple[int, ...], longest: int) -> Iterator[Eng
     engine = Engine.load(
         place.model,
         EngineSettings(num_threads=place.num_threads, hidden_layers=layers, num_blocks=num_blocks),
+        row_plans=WIDE_PLANS,
     )
     try:
         yield engine

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from cluster.cli import options as o
-from cluster.cli.train_heads import eagle3_command, judge_command, medusa_command
+from cluster.cli.train_heads import (
+    eagle3_command,
+    eagle_command,
+    judge_command,
+    medusa_command,
+    mtp_command,
+)
 from cluster.cli.train_progress import say, shown_progress, stopping
 from core.environment import cache_directory
 from core.errors import ServiceError
@@ -20,6 +26,8 @@ if TYPE_CHECKING:
 
 train_app = typer.Typer(no_args_is_help=True, help="Train drafts on what the target says itself.")
 train_app.command("eagle3")(eagle3_command)
+train_app.command("eagle")(eagle_command)
+train_app.command("mtp")(mtp_command)
 train_app.command("medusa")(medusa_command)
 train_app.command("judge")(judge_command)
 TEMPERATURES: Final = (0.0, 0.0, 0.0, 0.7, 1.0)
@@ -39,7 +47,7 @@ def rollouts_command(
         str, typer.Option(help="The target: alias, directory or hub id.")
     ] = "smollm2-135m-instruct",
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same rollouts.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Rollouts at a time; changes speed only.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Rollouts at a time; changes speed only.")] = 128,
     user_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of a user turn.")] = 160,
     answer_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 320,
     threads: Annotated[int, typer.Option(min=1, help="Compute threads.")] = 2,
@@ -54,6 +62,7 @@ def rollouts_command(
     from core.tokenizer import Tokenizer
     from decode.drafters.vocabulary import vocabulary_digest
     from engine.engine import Engine
+    from engine.linear import WIDE_PLANS
     from training.excluded import ExcludedPrompts
     from training.rollout_store import Recipe, RolloutStore
     from training.rollouts import RolloutRun, blocks_needed
@@ -65,7 +74,8 @@ def rollouts_command(
         tokenizer = Tokenizer.from_directory(directory)
         settings = EngineSettings(num_threads=threads)
         num_blocks = blocks_needed(user_tokens, answer_tokens, batch, settings.block_size)
-        engine = Engine.load(directory, settings.model_copy(update={"num_blocks": num_blocks}))
+        settings = settings.model_copy(update={"num_blocks": num_blocks})
+        engine = Engine.load(directory, settings, row_plans=WIDE_PLANS)
         with closing(engine):
             recipe = Recipe(
                 model=model,

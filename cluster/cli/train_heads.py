@@ -70,6 +70,60 @@ def eagle3_command(
     _print_judged(judged, as_json)
 
 
+def eagle_command(
+    rollouts: Rollouts,
+    out: Out,
+    model: Model = DEFAULT_MODEL,
+    draft_vocab: DraftVocab = 8192,
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Drafts of this depth are trained.")] = 4,
+    epochs: Epochs = 2,
+    tokens: Tokens = None,
+    batch: BatchSize = 8,
+    learning_rate: LearningRate = 1e-3,
+    seed: Seed = 0,
+    features: FeatureFolder = None,
+    threads: Threads = 2,
+    as_json: o.Json = False,
+) -> None:
+    """Train an EAGLE-1 head, which eagle2 serves too. Ctrl-C checkpoints; the same command goes on."""
+    from training.eagle import EagleOptions
+    from training.run_head import HeadRun
+    from training.trainer import TrainingPlan
+
+    plan = TrainingPlan(epochs, tokens, batch, learning_rate, seed=seed)
+    with _refusals():
+        run = HeadRun(_place(model, features, threads), out, EagleOptions(draft_vocab, depth), plan)
+        judged = _train(rollouts, run)
+    _print_judged(judged, as_json)
+
+
+def mtp_command(
+    rollouts: Rollouts,
+    out: Out,
+    model: Model = DEFAULT_MODEL,
+    draft_vocab: DraftVocab = 8192,
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Drafts of this depth are trained.")] = 4,
+    epochs: Epochs = 2,
+    tokens: Tokens = None,
+    batch: BatchSize = 8,
+    learning_rate: LearningRate = 1e-3,
+    seed: Seed = 0,
+    features: FeatureFolder = None,
+    threads: Threads = 2,
+    as_json: o.Json = False,
+) -> None:
+    """Train a multi-token-prediction module. Ctrl-C checkpoints; the same command goes on."""
+    from training.mtp import MtpOptions
+    from training.run_head import HeadRun
+    from training.trainer import TrainingPlan
+
+    plan = TrainingPlan(epochs, tokens, batch, learning_rate, seed=seed)
+    with _refusals():
+        run = HeadRun(_place(model, features, threads), out, MtpOptions(draft_vocab, depth), plan)
+        judged = _train(rollouts, run)
+    _print_judged(judged, as_json)
+
+
 def medusa_command(
     rollouts: Rollouts,
     out: Out,

@@ -49,12 +49,19 @@ class _Proposal:
 
 
 class HeadDrafter:
-    """See the module. `target_vocab`: width of the target's logits."""
+    """See the module. `target_vocab`: width of the target's logits. `promised_rate`: see `decode/self_check.py`."""
 
     def __init__(
-        self, name: str, model: HeadModel, needs: DrafterNeeds, target_vocab: int, min_probability: float
+        self,
+        name: str,
+        model: HeadModel,
+        needs: DrafterNeeds,
+        target_vocab: int,
+        min_probability: float,
+        promised_rate: float | None = None,
     ) -> None:
         self.name = name
+        self.promised_rate = promised_rate
         self.needs = needs
         self._model = model
         self._kv = model.kv

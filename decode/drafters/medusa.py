@@ -63,6 +63,7 @@ class MedusaDrafter:
         self._norm_weight = engine.weights.final_norm
         self._draft_ids = weights.draft_ids
         self._target_vocab = engine.config.vocab_size
+        self.promised_rate = weights.promised_rate
         self._place = weights.place
         self._least = math.log(settings.min_probability) if settings.min_probability else -math.inf
         self._rank_scores = _rank_scores(weights.rank_rates, settings.tree)

@@ -10,7 +10,7 @@ from core.errors import FailedPrecondition, InvalidArgument
 from core.settings import MedusaSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.artifact import ArtifactManifest, read_manifest, read_tensors, require_target
-from decode.drafters.heads import draft_ids_of, last_place
+from decode.drafters.heads import draft_ids_of, head_directory, last_place
 from decode.drafters.vocabulary import vocabulary_digest
 from engine.engine import Engine
 
@@ -27,6 +27,7 @@ class MedusaWeights:
     draft_ids: Tensor  # [draft_vocab] int64, the target's, ascending
     place: of the last layer's plane among those that the engine keeps
     rank_rates: measured acceptance by depth and rank; None where it was not measured
+    promised_rate: measured acceptance of a chain at depth 1; None where it was not measured
     """
 
     weight: Tensor
@@ -34,16 +35,17 @@ class MedusaWeights:
     draft_ids: Tensor
     place: int
     rank_rates: Sequence[Sequence[float]] | None
+    promised_rate: float | None
 
 
 def medusa_layers(settings: MedusaSettings) -> tuple[int, ...]:
     """Layers whose planes the heads read. Raises InvalidArgument where the manifest cannot be read."""
-    return read_manifest(_directory(settings)).hidden_layers
+    return read_manifest(head_directory(settings)).hidden_layers
 
 
 def read_weights(settings: MedusaSettings, engine: Engine, tokenizer: Tokenizer) -> MedusaWeights:
     """Raises InvalidArgument naming file and field, FailedPrecondition for heads of another target."""
-    directory = _directory(settings)
+    directory = head_directory(settings)
     manifest = read_manifest(directory)
     if manifest.kind != KIND:
         raise InvalidArgument(
@@ -62,8 +64,14 @@ def read_weights(settings: MedusaSettings, engine: Engine, tokenizer: Tokenizer)
     place = last_place(directory, manifest, engine)
     tensors = read_tensors(directory, medusa_shapes(sizes))
     draft_ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
+    rates = manifest.acceptance.get("all")
     return MedusaWeights(
-        tensors["weight"], tensors["bias"], draft_ids, place, _rank_rates(directory, manifest, num_heads)
+        weight=tensors["weight"],
+        bias=tensors["bias"],
+        draft_ids=draft_ids,
+        place=place,
+        rank_rates=_rank_rates(directory, manifest, num_heads),
+        promised_rate=rates[0] if rates else None,
     )
 
 
@@ -75,10 +83,6 @@ def medusa_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         "bias": (num_heads, hidden_dim),
         "d2t": (sizes["draft_vocab"],),
     }
-
-
-def _directory(settings: MedusaSettings) -> Path:
-    return Path(settings.artifact).expanduser()
 
 
 def _sizes(directory: Path, manifest: ArtifactManifest) -> dict[str, int]:

@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from tests.support.made_up_features import IDS, VOCAB, made_up, target_of
 from training.batch import make_batch
-from training.eagle3 import Eagle3Head, Eagle3Shape
+from training.eagle3 import Eagle3Head
+from training.recurrent import HeadShape
 
-SHAPE = Eagle3Shape(
+SHAPE = HeadShape(
     hidden_dim=32,
     num_heads=4,
     num_kv_heads=2,
@@ -82,11 +83,15 @@ def _rotated(rows: Tensor, at: int) -> Tensor:
     return rows * cosines + torch.cat([-second, first], -1) * sines
 
 
+def unrolled_logits(head: Eagle3Head, planes: Tensor, embedded: Tensor, depth: int) -> list[Tensor]:
+    return [head.logits(hidden, target_of()) for hidden in head.unroll(planes, embedded, depth)]
+
+
 @torch.no_grad()
 def test_the_unrolled_steps_are_those_of_drafting_one_position_at_a_time() -> None:
     head = make_head()
     planes, embedded = torch.randn(12, 96), torch.randn(12, 32)
-    unrolled = head.unroll(planes[None], embedded[None], 4)
+    unrolled = unrolled_logits(head, planes[None], embedded[None], 4)
     for known in (1, 2, 5, 9):
         for step, logits in enumerate(drafted(head, planes, embedded, known, 4)):
             torch.testing.assert_close(unrolled[step][0, known - 1 + step], logits, atol=1e-5, rtol=1e-4)
@@ -109,7 +114,7 @@ def test_the_loss_is_the_cross_entropy_of_what_counts() -> None:
     batch = make_batch(found, 100)
     losses = head.losses(batch, target)
     embedded = target.embedding[batch.token_ids[:, 1:-1]]
-    logits = head.unroll(batch.planes[:, :-2], embedded, 2)
+    logits = unrolled_logits(head, batch.planes[:, :-2], embedded, 2)
     for step in range(2):
         terms = []
         for row, features in enumerate(found):
@@ -133,7 +138,7 @@ def test_the_gradient_is_that_of_the_plain_cross_entropy() -> None:
     rows, tokens = counted.nonzero(as_tuple=True)
     wanted = torch.softmax(batch.final[rows, tokens - 1] @ target.output[reduced].T, -1)
     embedded = target.embedding[batch.token_ids[:, 1:-1]]
-    for logits in plain.unroll(batch.planes[:, :-2], embedded, 2):
+    for logits in unrolled_logits(plain, batch.planes[:, :-2], embedded, 2):
         functional.cross_entropy(logits[rows, tokens - 2], wanted).backward(retain_graph=True)
     for (name, parameter), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None, name

@@ -16,17 +16,18 @@ from engine.engine import Engine
 from tests.support.made_up_features import HIDDEN, IDS, CacheInMemory, followable, followable_cache, target_of
 from tests.support.tiny_model import make_tiny_model
 from training.batch import TargetHead, draft_vocabulary, make_batch, trained_tokens
-from training.eagle3 import Eagle3Head, Eagle3Shape
+from training.eagle3 import Eagle3Head
 from training.features import FeatureCache, Features, compute
 from training.head import DraftHead
 from training.judge import RANKS, judge
 from training.medusa import MedusaHeads
+from training.recurrent import HeadShape
 from training.rollout_store import Rollout
 from training.trainer import Trainer, TrainingPlan
 
 PLAN = TrainingPlan(epochs=50, batch=4, warm_up_steps=2, save_steps=4, tokens=480)
 """480 answer tokens are 12 steps of 4 rollouts with 10 each."""
-SHAPE = Eagle3Shape(HIDDEN, 4, 2, 8, 48, 3, len(IDS), 1e-5, 10000.0)
+SHAPE = HeadShape(HIDDEN, 4, 2, 8, 48, 3, len(IDS), 1e-5, 10000.0)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from engine.engine import Engine
 from engine.step_batch import SequenceStep
 from tests.support.tiny_heads import make_tiny_head
 from tests.support.tiny_model import make_tiny_model
-from training.eagle3 import Eagle3Head, Eagle3Shape
+from training.eagle3 import Eagle3Head
+from training.recurrent import HeadShape
 
 SEED = 3
 
@@ -85,7 +87,7 @@ def loaded(name: str, model: Path, engine: Engine, folder: Path, **settings: flo
 
 def trained_like(folder: Path, engine: Engine) -> Eagle3Head:
     tensors = load_file(folder / "eagle3" / "model.safetensors")
-    head = Eagle3Head(Eagle3Shape.of(engine.config, 3, len(tensors["d2t"])), range(len(tensors["d2t"])))
+    head = Eagle3Head(HeadShape.of(engine.config, 3, len(tensors["d2t"])), range(len(tensors["d2t"])), 4)
     head.load_state_dict(tensors)
     return head
 
@@ -99,7 +101,7 @@ def naive_logits(head: Eagle3Head, sequence: Computed, path: Sequence[int]) -> T
     planes[:known] = sequence.request.hidden(0, known).transpose(0, 1).flatten(1)
     words = sequence.engine.weights.embedding[torch.tensor([*history[1:], *path])]
     unrolled = head.unroll(planes[None], words[None].float(), len(path) + 1)
-    return unrolled[len(path)][0, known - 1 + len(path)]
+    return cast(Tensor, head.lm_head(head.norm(unrolled[len(path)][0, known - 1 + len(path)])))
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
