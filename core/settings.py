@@ -167,6 +167,17 @@ class HeadSettings(Section):
     quantisation: Quantisation = Field("none", description="Of the head's weights.")
 
 
+class MedusaSettings(HeadSettings):
+    """Heads that each say one of the next tokens, as `outrider train medusa` writes them."""
+
+    min_probability: float = Field(0.02, ge=0.0, lt=1.0, description="Less likely nodes are not drafted.")
+    tree: Literal["measured", "confident"] = Field(
+        "measured",
+        description="Nodes of a greedy draft: by the acceptance that the artifact measured, or by each draft's own "
+        "probabilities. Sampled drafts take the latter.",
+    )
+
+
 class ScriptedSettings(Section):
     """The test drafter: proposes what a file says, right or wrong, in any tree. Never for production."""
 
@@ -186,6 +197,7 @@ class DraftersSettings(Section):
     eagle2: HeadSettings | None = None
     eagle3: HeadSettings | None = None
     mtp: HeadSettings | None = None
+    medusa: MedusaSettings | None = None
     versions: dict[str, HeadSettings] = Field(
         {}, description="Further heads by the name that requests give: NAME@VERSION, such as eagle3@next."
     )

@@ -16,6 +16,7 @@ from training.features import Features
 from training.rollout_store import Rollout
 
 _CHUNK_ROWS: Final = 256
+_SHORTEST: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,9 @@ def make_batch(found: Sequence[Features], max_tokens: int) -> Batch:
 
 
 def trained_tokens(rollout: Rollout, max_tokens: int) -> int:
-    """Answer tokens of a rollout that training sees."""
-    return max(0, min(len(rollout.token_ids), max_tokens) - rollout.answer_start)
+    """Answer tokens of a rollout that training sees; none of one that is too short to draft in."""
+    num_tokens = min(len(rollout.token_ids), max_tokens)
+    return max(0, num_tokens - rollout.answer_start) if num_tokens >= _SHORTEST else 0
 
 
 def draft_vocabulary(rollouts: Sequence[Rollout], size: int) -> list[int]:

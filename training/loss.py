@@ -5,6 +5,7 @@ more time than the product itself on a CPU. Here a few hundred rows at a time go
 while they are in the cache, so the backward pass has nothing left to do but scale.
 """
 
+import functools
 from contextlib import AbstractContextManager
 from typing import Any, Final, cast
 
@@ -34,8 +35,12 @@ def reduced_precision() -> AbstractContextManager[Any]:
     Elsewhere float32, as emulated bfloat16 is slower. Parameters, their gradients, the optimiser and everything over
     the vocabulary stay float32 always, so that small updates are not rounded away.
     """
-    flags = set(cpu_flags().split())
-    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(flags & {"amx_bf16", "avx512_bf16"}))
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=_multiplies_bfloat16())
+
+
+@functools.lru_cache(maxsize=1)
+def _multiplies_bfloat16() -> bool:
+    return bool({"amx_bf16", "avx512_bf16"} & set(cpu_flags().split()))
 
 
 class _SoftCrossEntropy(torch.autograd.Function):

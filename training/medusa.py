@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decode.drafters.artifact import ArtifactManifest
+from decode.drafters.medusa_artifact import KIND
 from engine.model_config import ModelConfig
 from training.batch import Batch, TargetHead, wanted_of
 from training.head import DraftHead
@@ -46,18 +47,19 @@ class MedusaHeads(DraftHead):
     """See the module.
 
     weight: Tensor  # [num_heads, hidden_dim, hidden_dim]; bias: Tensor  # [num_heads, hidden_dim]
-    ids: Tensor  # [draft_vocab] int64, the target's, ascending
+    d2t: Tensor  # [draft_vocab] int64: target id of a draft id, less the draft id
     """
 
-    kind: ClassVar[str] = "medusa"
-    ids: Tensor
+    kind: ClassVar[str] = KIND
+    d2t: Tensor
 
     def __init__(self, hidden_dim: int, num_heads: int, target_ids: Sequence[int]) -> None:
         super().__init__()
         self.depth = num_heads
         self.weight = nn.Parameter(torch.zeros(num_heads, hidden_dim, hidden_dim))
         self.bias = nn.Parameter(torch.zeros(num_heads, hidden_dim))
-        self.register_buffer("ids", torch.tensor(target_ids, dtype=torch.int64))
+        ids = torch.tensor(target_ids, dtype=torch.int64)
+        self.register_buffer("d2t", ids - torch.arange(len(ids)))
 
     @classmethod
     def of(cls, manifest: ArtifactManifest) -> "MedusaHeads":
@@ -70,12 +72,12 @@ class MedusaHeads(DraftHead):
     @property
     def target_ids(self) -> Tensor:
         """See `DraftHead`."""
-        return self.ids
+        return self.d2t + torch.arange(len(self.d2t))
 
     def sizes(self) -> Mapping[str, float]:
         """See `DraftHead`."""
         num_heads, hidden_dim = self.bias.shape
-        return {"hidden_dim": hidden_dim, "num_heads": num_heads, "draft_vocab": len(self.ids)}
+        return {"hidden_dim": hidden_dim, "num_heads": num_heads, "draft_vocab": len(self.d2t)}
 
     def states(self, final: Tensor, head: int) -> Tensor:
         """What head number `head` (from 0) gives to the output matrix: [rows, hidden_dim] → [rows, hidden_dim]."""
@@ -87,7 +89,7 @@ class MedusaHeads(DraftHead):
         Counted where the target's own best token may be drafted and token t is of the answer. The paper takes the true
         token instead of the distribution, which says less about each place.
         """
-        reduced = target.reduced(self.ids)
+        reduced = target.reduced(self.target_ids)
         wanted = wanted_of(batch, reduced, self.depth)
         return [
             soft_cross_entropy(
@@ -102,9 +104,9 @@ class MedusaHeads(DraftHead):
         self, batch: Batch, target: TargetHead, starts: tuple[Tensor, Tensor], ranks: int
     ) -> Tensor:
         """See `DraftHead`."""
-        reduced = target.reduced(self.ids)
+        reduced = target.reduced(self.target_ids)
         final = batch.final[starts]
         best = [
             reduced.logits(self.states(final, head)).topk(ranks, dim=-1).indices for head in range(self.depth)
         ]
-        return self.ids[torch.stack(best, dim=1)]
+        return self.target_ids[torch.stack(best, dim=1)]

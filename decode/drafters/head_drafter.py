@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from core.records import SamplingParams
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.head_model import HeadModel, HeadRows
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
@@ -181,7 +182,8 @@ class HeadDrafter:
         row = 0
         for proposal in live:
             request = proposal.state.request
-            chosen = plain if _takes_the_largest(request) else drawn
+            unmoved = takes_the_largest(request.sampling, request.history.num_output)
+            chosen = plain if unmoved else drawn
             for place in range(len(proposal.growth.frontier)):
                 chosen.append((proposal, place, row))
                 row += 1
@@ -233,9 +235,8 @@ def _lag(state: _State) -> int:
     return len(state.request.history.token_ids) - 1 - state.table.num_tokens
 
 
-def _takes_the_largest(request: DraftRequest) -> bool:
-    """Whether the request's draws are the largest raw logits."""
-    sampling = request.sampling
+def takes_the_largest(sampling: SamplingParams, num_output: int) -> bool:
+    """Whether the draws of a request whose answer has `num_output` tokens are the largest raw logits."""
     return (
         sampling.greedy
         and sampling.repetition_penalty == 1.0
@@ -243,7 +244,7 @@ def _takes_the_largest(request: DraftRequest) -> bool:
         and sampling.frequency_penalty == 0.0
         and not sampling.logit_bias
         and not sampling.bad_word_ids
-        and sampling.min_tokens <= request.history.num_output
+        and sampling.min_tokens <= num_output
     )
 
 

@@ -38,13 +38,13 @@ def head_settings(settings: DraftersSettings) -> dict[str, HeadSettings]:
 
 def head_layers(settings: HeadSettings) -> tuple[int, ...]:
     """Layers whose planes a head reads. Raises InvalidArgument where its manifest cannot be read."""
-    return read_manifest(_directory(settings)).hidden_layers
+    return read_manifest(head_directory(settings)).hidden_layers
 
 
 def load_head(name: str, settings: HeadSettings, engine: Engine, tokenizer: Tokenizer) -> HeadDrafter:
     """Raises InvalidArgument naming file and field, FailedPrecondition for a head of another target."""
     base = name.partition("@")[0]
-    directory = _directory(settings)
+    directory = head_directory(settings)
     manifest = read_manifest(directory)
     if manifest.kind != KINDS[base]:
         raise InvalidArgument(
@@ -74,7 +74,8 @@ def load_head(name: str, settings: HeadSettings, engine: Engine, tokenizer: Toke
     )
 
 
-def _directory(settings: HeadSettings) -> Path:
+def head_directory(settings: HeadSettings) -> Path:
+    """The artifact's folder."""
     if settings.artifact is None:
         raise InvalidArgument("drafters", "a head without a folder; see `shipped_heads.with_shipped`")
     return Path(settings.artifact).expanduser()
@@ -151,7 +152,7 @@ def _eagle(
 ) -> HeadModel:
     tensors = read_tensors(directory, eagle_shapes(sizes))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
-    return EagleModel(engine, sizes, _last_place(directory, manifest, engine), tensors, ids, quantisation)
+    return EagleModel(engine, sizes, last_place(directory, manifest, engine), tensors, ids, quantisation)
 
 
 def _mtp(
@@ -159,10 +160,11 @@ def _mtp(
 ) -> HeadModel:
     tensors = read_tensors(directory, mtp_shapes(sizes))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
-    return MtpModel(engine, sizes, _last_place(directory, manifest, engine), tensors, ids, quantisation)
+    return MtpModel(engine, sizes, last_place(directory, manifest, engine), tensors, ids, quantisation)
 
 
-def _last_place(directory: Path, manifest: ArtifactManifest, engine: Engine) -> int:
+def last_place(directory: Path, manifest: ArtifactManifest, engine: Engine) -> int:
+    """The last layer's place among the planes that the engine keeps, for a head that reads that plane only."""
     last = engine.config.num_layers - 1
     if manifest.hidden_layers != (last,):
         raise InvalidArgument(

@@ -8,6 +8,8 @@ from decode.drafters.cache import CacheDrafter
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.heads import head_layers, head_settings, load_head
 from decode.drafters.lookahead import LookaheadDrafter
+from decode.drafters.medusa import MedusaDrafter
+from decode.drafters.medusa_artifact import medusa_layers
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoneDrafter
 from decode.drafters.protocol import Drafter
@@ -31,6 +33,8 @@ def required_hidden_layers(settings: DraftersSettings) -> tuple[int, ...]:
     layers = set(HIDDEN_LAYERS if settings.scripted is not None else ())
     for head in head_settings(settings).values():
         layers.update(head_layers(head))
+    if settings.medusa is not None:
+        layers.update(medusa_layers(settings.medusa))
     return tuple(sorted(layers))
 
 
@@ -50,6 +54,8 @@ def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokeni
     if settings.cache is not None:
         vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
         drafters.append(CacheDrafter(settings.cache, vocab_size))
+    if settings.medusa is not None:
+        drafters.append(MedusaDrafter.load(settings.medusa, engine, tokenizer))
     if settings.scripted is not None:
         script = Script(Path(settings.scripted.script))
         vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from core.errors import InvalidArgument
-from core.settings import DraftersSettings, HeadSettings
+from core.settings import DraftersSettings, HeadSettings, MedusaSettings
 from decode.drafters.artifact import read_manifest
 from decode.drafters.heads import KINDS
+from decode.drafters.medusa_artifact import KIND as MEDUSA
 
 _SHIPPED = Path(__file__).parent / "shipped"
 
@@ -27,10 +28,10 @@ def with_shipped(settings: DraftersSettings, model_revision: str, root: Path = _
     """
     found = shipped_heads(model_revision, root)
     update: dict[str, HeadSettings] = {}
-    for name, kind in KINDS.items():
+    for name, kind in (*KINDS.items(), (MEDUSA, MEDUSA)):
         head: HeadSettings | None = getattr(settings, name)
         if head is None and settings.shipped and kind in found:
-            head = HeadSettings()
+            head = MedusaSettings() if kind == MEDUSA else HeadSettings()
         if head is None or head.artifact is not None:
             continue
         if kind not in found:

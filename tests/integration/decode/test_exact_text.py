@@ -20,6 +20,8 @@ DRAFTERS = (
     SpeculationParams(drafter="eagle3", draft_length=4, draft_width=4),
     SpeculationParams(drafter="eagle3", draft_length=3, draft_width=1),
     SpeculationParams(drafter="mtp", draft_length=4, draft_width=2),
+    SpeculationParams(drafter="medusa", draft_length=4, draft_width=1),
+    SpeculationParams(drafter="medusa", draft_length=4, draft_width=3),
     SpeculationParams(drafter="scripted-right", draft_length=6),
     SpeculationParams(drafter="scripted-wrong", draft_length=4),
     SpeculationParams(drafter="scripted-tree", draft_length=5),
@@ -143,7 +145,7 @@ async def test_the_end_is_impossible_before_min_tokens_and_allowed_after(
 async def test_rejection_verification_serves_chains_and_counts(stand: DecodeStand) -> None:
     prompt = prompt_of(30)
     await record(stand, prompt, SAMPLED)
-    for drafter in ("draft_model", "ngram", "scripted-tree", "scripted-right"):
+    for drafter in ("draft_model", "ngram", "medusa", "scripted-tree", "scripted-right"):
         speculation = SpeculationParams(drafter=drafter, draft_length=4, verification="rejection")
         answer = await stand.ask(prompt, replace(SAMPLED, ignore_eos=True), speculation)
         assert len(answer.ids) == 32

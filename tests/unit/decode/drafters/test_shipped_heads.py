@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from core.errors import InvalidArgument
-from core.settings import DraftersSettings, HeadSettings
+from core.settings import DraftersSettings, HeadSettings, MedusaSettings
 from decode.drafters.heads import head_settings
 from decode.drafters.shipped_heads import shipped_heads, with_shipped
 from engine.weights import open_model
 from tests.support.tiny_heads import make_tiny_head
+from tests.support.tiny_medusa import make_tiny_medusa
 from tests.support.tiny_model import make_tiny_model
 
 
@@ -33,6 +34,12 @@ def test_heads_of_the_target_are_hosted_and_those_of_others_are_not(model: Path,
     assert settings.eagle3 == HeadSettings(artifact=str(root / "tiny" / "eagle3"))
     assert settings.mtp is None
     assert with_shipped(DraftersSettings(shipped=False), revision, root).eagle3 is None
+
+
+def test_medusa_heads_ship_too(model: Path, root: Path) -> None:
+    folder = make_tiny_medusa(root / "tiny" / "medusa", model)
+    settings = with_shipped(DraftersSettings(), open_model(model).revision(), root)
+    assert settings.medusa == MedusaSettings(artifact=str(folder))
 
 
 def test_own_settings_keep_what_they_say(model: Path, root: Path) -> None:
