@@ -11,16 +11,13 @@ from torch import Tensor
 from core.errors import InvalidArgument
 from core.numerics import NumericsClass
 from core.settings import EngineSettings
-from engine.attention import Attention
-from engine.attention_native import HEAD_DIMS, NativeAttention, rotary_tables
-from engine.attention_torch import TorchAttention
+from engine.backends import make_backends
 from engine.core_turns import CoreTurns, NoTurns, Turns, turn_of
 from engine.huge_pages import advise_huge_pages
 from engine.kv_cache import KvCache, KvLayout
 from engine.llama import Llama, LlamaWeights, load_weights
 from engine.model_config import ModelConfig
-from engine.native import NativeUnavailable, cpu_flags, load_kernels
-from engine.pointwise import NativePointwise, Pointwise, TorchPointwise
+from engine.native import cpu_flags
 from engine.step_batch import SequenceStep, StepResult
 from engine.step_rows import StepRows, build_rows, check_step
 from engine.weights import open_model
@@ -55,10 +52,11 @@ class Engine:
         self.kv = KvCache(layout, settings.num_blocks, device)
         for plane in (self.kv.keys, self.kv.values):
             advise_huge_pages(plane)
-        self._attention, pointwise = _backends(config, settings, self.kv, self.max_context)
+        self._attention, pointwise = make_backends(config, settings, self.kv, self.max_context)
         self.weights = weights
         self._llama = Llama(weights, self._attention, pointwise)
         self._device = device
+        self._model: Path | None = None
         self._thread_id = 0
         self.turns: Turns = NoTurns() if settings.core_turns is None else CoreTurns(settings.core_turns)
         self.numerics = _numerics_class(
@@ -80,7 +78,9 @@ class Engine:
                 raise InvalidArgument("engine.hidden_layers", f"layer {layer} of {files.config.num_layers}")
         with torch.inference_mode():
             weights = load_weights(files, _DTYPES[settings.dtype], device)
-            return cls(files.config, settings, weights, files.revision(), device)
+            engine = cls(files.config, settings, weights, files.revision(), device)
+        engine._model = model
+        return engine
 
     def step(
         self,
@@ -111,6 +111,18 @@ class Engine:
             normed = self._forward(rows, num_layers)
             logits = self._logits(normed, rows)
         return StepResult(logits, rows.logits_start, normed if want_last_hidden else None)
+
+    def output_rows(self, token_ids: Tensor) -> Tensor:
+        """Rows of the output matrix, for drafters that speak a part of the vocabulary.
+
+        token_ids [n] int64 → [n, hidden_dim] in the engine's dtype. An untied matrix is read from its file again.
+        """
+        if self.config.tied_embeddings:
+            return self.weights.embedding.index_select(0, token_ids.to(self._device))
+        assert self._model is not None, "an engine with an untied head comes from `load`"
+        shape = (self.config.vocab_size, self.config.hidden_dim)
+        matrix = open_model(self._model).take("lm_head.weight", shape)
+        return matrix[token_ids].to(self._device, self.kv.layout.dtype)
 
     def warm_up(self) -> None:
         """One step over a scratch table, so that the first request pays for nothing lazy."""
@@ -188,37 +200,6 @@ def _max_context(config: ModelConfig, settings: EngineSettings) -> int:
             "engine.max_context", f"{settings.max_context} is more than the model's {config.max_context}"
         )
     return settings.max_context
-
-
-def _backends(
-    config: ModelConfig, settings: EngineSettings, kv: KvCache, max_context: int
-) -> tuple[Attention, Pointwise]:
-    """What `settings.attention` asks for; `auto` takes the native kernels wherever they build and fit."""
-    rotary = rotary_tables(config, max_context)
-    obstacle = _native_obstacle(config, kv)
-    if settings.attention == "native" and obstacle is not None:
-        raise InvalidArgument("engine.attention", f"native kernels are not possible here: {obstacle}")
-    if settings.attention == "torch" or obstacle is not None:
-        return TorchAttention(config, kv, rotary), TorchPointwise(config.norm_epsilon)
-    kernels = load_kernels()
-    return (
-        NativeAttention(kernels, config, kv, rotary, settings.num_threads),
-        NativePointwise(kernels, kv.layout.dtype, config.norm_epsilon),
-    )
-
-
-def _native_obstacle(config: ModelConfig, kv: KvCache) -> str | None:
-    if kv.keys.device.type != "cpu":
-        return f"the device is {kv.keys.device}"
-    if config.head_dim not in HEAD_DIMS or config.hidden_dim % 16 or config.intermediate_dim % 16:
-        return (
-            f"head_dim {config.head_dim}, hidden {config.hidden_dim}, intermediate {config.intermediate_dim}"
-        )
-    try:
-        load_kernels()
-    except NativeUnavailable as error:
-        return str(error)
-    return None
 
 
 def _numerics_class(
