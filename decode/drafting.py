@@ -179,6 +179,7 @@ def cut_draft(draft: Draft, depth: int, max_nodes: int) -> Draft:
         token_ids=tuple(draft.token_ids[node] for node in kept),
         parents=tuple(rows[draft.parents[node]] for node in kept),
         draft_probs=None if draft.draft_probs is None else draft.draft_probs[kept],
+        sources=tuple(draft.sources[node] for node in kept) if draft.sources else (),
         auxiliary_token_ids=(),
         auxiliary_parents=(),
     )
