@@ -61,12 +61,14 @@ class DecodeWorker:
         self.clock = clock or SystemClock()
         self.draining = False
         self.ready = False
-        self.drafters = build_drafters(settings.drafters, engine, tokenizer)
+        self._pace = Pace(settings.step_tokens)
+        self.drafters = build_drafters(
+            settings.drafters, engine, tokenizer, clock=self.clock, step_seconds=self._pace.step_seconds
+        )
         self._settings = settings
         self._ticket_keys = ticket_keys
         self._numerics = engine.numerics.digest()
         self.peer = describe_peer(identity, engine.kv.layout, engine.numerics)
-        self._pace = Pace(settings.step_tokens)
         drafting = Drafting(self.drafters, self._pace, self.metrics, self.clock, settings.max_tree_nodes)
         self.limits = JobLimits(
             vocab_size=min(tokenizer.vocab_size, engine.config.vocab_size),

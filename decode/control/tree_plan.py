@@ -189,7 +189,11 @@ def usual_shape(nodes: int, depth: int, width: int) -> TreeShape:
 def _reach(rates: RankRates) -> Float64:
     """p_k of the module's docstring."""
     conditional: NDArray[Any] = np.asarray(rates, dtype=np.float64)
-    if conditional.ndim != 1 or not conditional.size or not bool(((conditional >= 0) & (conditional <= 1)).all()):
+    if (
+        conditional.ndim != 1
+        or not conditional.size
+        or not bool(((conditional >= 0) & (conditional <= 1)).all())
+    ):
         raise ValueError(f"rank rates must be in [0, 1], at least one at each depth: {rates}")
     reach: Float64 = conditional * np.concatenate([[1.0], np.cumprod(1.0 - conditional[:-1])])
     return reach

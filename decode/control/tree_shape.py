@@ -19,10 +19,14 @@ class TreeShape:
         num_rows = 1
         for row, count in enumerate(self.counts):
             if row >= num_rows or count < 0:
-                raise ValueError(f"row {row} of {self.counts} is nobody's child, or has less than no children")
+                raise ValueError(
+                    f"row {row} of {self.counts} is nobody's child, or has less than no children"
+                )
             num_rows += count
         if num_rows != len(self.counts):
-            raise ValueError(f"{self.counts} counts {num_rows - 1} nodes and describes {len(self.counts) - 1}")
+            raise ValueError(
+                f"{self.counts} counts {num_rows - 1} nodes and describes {len(self.counts) - 1}"
+            )
 
     @classmethod
     def chain(cls, depth: int) -> Self:

@@ -52,7 +52,8 @@ class DraftRequest:
     `hidden(start, end)` reads the captured planes of committed positions:
     Tensor [num hidden layers, end - start, hidden_dim]. `table()` is the choice's own table in the target's KV:
     a drafter may reserve and write slots behind its committed tokens, never commit. `isolation`: what the request
-    may share with others (tenant and salt); nothing learnt of one value may be seen under another.
+    may share with others (tenant and salt); nothing learnt of one value may be seen under another. `lane` keeps
+    the draws of drafters that draft side by side independent under rejection (`DraftDraw.lane`).
     """
 
     key: int
@@ -66,6 +67,7 @@ class DraftRequest:
     table: Callable[[], BlockTable]
     request_class: str = "chat"
     isolation: str = ""
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True)
