@@ -228,6 +228,7 @@ def _draw_of(proposal: _Proposal) -> DraftDraw:
         verification=request.verification,
         history=request.history,
         path=path,
+        lane=request.draft_lane,
     )
 
 
