@@ -274,7 +274,7 @@ def _draw_at(request: DraftRequest, path: tuple[int, ...]) -> DraftDraw:
         verification=request.verification,
         history=request.history,
         path=path,
-        lane=request.lane,
+        lane=request.draft_lane,
     )
 
 

@@ -120,7 +120,7 @@ def test_their_draws_are_kept_apart() -> None:
     members = [Fixed(name) for name in "abc"]
     specinfer = SpecInferDrafter(members)
     begin(specinfer, draft_request(range(9), HOT))
-    lanes = [next(iter(member.live.values())).lane for member in members]
+    lanes = [next(iter(member.live.values())).draft_lane for member in members]
     assert lanes == [0, 1, 2]
 
 
