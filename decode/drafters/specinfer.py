@@ -114,7 +114,9 @@ class SpecInferDrafter:
         self._states[request.key] = state
         for place, member in enumerate(self._members):
             width = max(1, min(member.needs.max_draft_width, request.draft_width // len(self._members)))
-            own = replace(request, draft_width=width, draft_lane=_lane(request.draft_lane, place, len(self._members)))
+            own = replace(
+                request, draft_width=width, draft_lane=_lane(request.draft_lane, place, len(self._members))
+            )
             state.requests[place] = own
             self._guard(place, [state], lambda: call(member, own))  # noqa: B023 (called at once)
 
