@@ -75,6 +75,8 @@ class TreePlan:
     """
 
     def __init__(self, rank_rates: Sequence[RankRates], max_nodes: int, max_depth: int) -> None:
+        if not rank_rates:
+            raise ValueError("rank rates of one depth at least are needed")
         self.max_nodes = max_nodes
         self.max_depth = max_depth
         self._reach = [_reach(rates) for rates in rank_rates]

@@ -128,7 +128,7 @@ def growth_for(budget: DraftBudget) -> Growth:
     depth = max(1, min(budget.draft_length, nodes))
     if request.draft_width == 1:
         return ShapeGrowth(TreeShape.chain(depth))
-    if request.verification in ("rejection", "block") and not request.sampling.greedy:
+    if request.is_weighed:
         return ShapeGrowth(usual_shape(nodes, depth, request.draft_width))
     return BestFirstGrowth(request.draft_width, depth, nodes)
 

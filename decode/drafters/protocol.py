@@ -75,6 +75,11 @@ class DraftRequest:
     isolation: str = ""
     draft_lane: int = 0
 
+    @property
+    def is_weighed(self) -> bool:
+        """Whether verification weighs sampled nodes by what they were drawn from (see the module's docstring)."""
+        return self.verification in ("rejection", "block") and not self.sampling.greedy
+
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:

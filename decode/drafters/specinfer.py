@@ -78,7 +78,7 @@ class SpecInferDrafter:
         return [
             merge_drafts(
                 [state.drafts.get(place, NO_DRAFT) for place in range(len(self._members))],
-                keep_equal=_weighed(budget.request),
+                keep_equal=budget.request.is_weighed,
             )
             for state, budget in zip(states, budgets, strict=True)
         ]
@@ -169,11 +169,6 @@ def union_of_needs(needs: Sequence[DrafterNeeds]) -> DrafterNeeds:
         default_draft_width=sum(need.default_draft_width for need in needs),
         auxiliary_rows=sum(need.auxiliary_rows for need in needs),
     )
-
-
-def _weighed(request: DraftRequest) -> bool:
-    """Whether verification weighs each sibling by what it was drawn from."""
-    return request.verification in ("rejection", "block") and not request.sampling.greedy
 
 
 def _num_from(place: int, state: _State) -> int:
