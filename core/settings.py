@@ -144,6 +144,7 @@ class DraftModelSettings(Section):
 
     model: str = Field(description="Model directory, alias or GGUF file.")
     draft_length: int = Field(4, ge=1, le=64)
+    draft_width: int = Field(1, ge=1, le=8, description="Default width; 1 is a chain.")
     max_draft_length: int = Field(8, ge=1, le=64)
     num_blocks: int | None = Field(None, description="None: as many as the target's.")
     quantisation: Quantisation = Field(
@@ -178,6 +179,33 @@ class MedusaSettings(HeadSettings):
     )
 
 
+class SequoiaSettings(Section):
+    """Trees of the shape that pays best, drafted by another drafter."""
+
+    base: str = Field("draft_model", description="Hosted drafter that can draft a tree of a given shape.")
+    plan: str | None = Field(
+        None, description="JSON measurements (`outrider plan-tree --help`). None: learnt from live traffic."
+    )
+    draft_length: int = Field(6, ge=1, le=64, description="Default K.")
+    draft_width: int = Field(4, ge=1, le=8, description="Default width: most children of a node.")
+    max_draft_length: int = Field(8, ge=1, le=64)
+    replan_steps: int = Field(64, ge=1, description="Steps between two plans.")
+    decay: float = Field(0.99, gt=0, lt=1, description="What a trial of a rank leaves of its earlier ones.")
+
+
+class SpecInferSettings(Section):
+    """The drafts of several hosted drafters, merged into one tree."""
+
+    members: tuple[str, ...] = Field(min_length=2, description="Names of hosted drafters.")
+
+
+class RecursiveSettings(Section):
+    """The draft model's own drafts in fewer of its forwards, where n-grams guess them."""
+
+    guess_length: int = Field(4, ge=1, le=64, description="Tokens guessed at most.")
+    ngram: NgramSettings = NgramSettings()
+
+
 class ScriptedSettings(Section):
     """The test drafter: proposes what a file says, right or wrong, in any tree. Never for production."""
 
@@ -192,6 +220,9 @@ class DraftersSettings(Section):
 
     ngram: NgramSettings | None = NgramSettings()
     draft_model: DraftModelSettings | None = None
+    sequoia: SequoiaSettings | None = None
+    recursive: RecursiveSettings | None = None
+    specinfer: SpecInferSettings | None = None
     rest: RestSettings | None = None
     eagle: HeadSettings | None = None
     eagle2: HeadSettings | None = None

@@ -126,7 +126,7 @@ class Drafting:
             for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
                 if draft.fault:
                     self._note(choice, draft.fault)
-                if choice.draft_request.verification == "rejection":
+                if choice.draft_request.verification == "block":
                     draft = leading_chain(draft)
                 if draft.num_rows:
                     drafts[choice.key] = cut_draft(draft, budget.draft_length, budget.max_nodes)
@@ -192,14 +192,19 @@ def cut_draft(draft: Draft, depth: int, max_rows: int) -> Draft:
 
 
 def leading_chain(draft: Draft) -> Draft:
-    """The first nodes of a draft, as long as each is the child of the one before: rejection takes chains only.
+    """The first child of the root, its first child, and so on: block verification takes chains only.
 
     Auxiliary rows are kept but for those under a node that goes.
     """
     if draft.is_chain:
         return draft
-    length = next(row for row, parent in enumerate(draft.parents) if parent != row)
-    return _keep_nodes(draft, range(length))
+    first_children: dict[int, int] = {}
+    for node, parent in enumerate(draft.parents):
+        first_children.setdefault(parent, node)
+    kept: list[int] = []
+    while (node := first_children.get(kept[-1] + 1 if kept else 0)) is not None:
+        kept.append(node)
+    return _keep_nodes(draft, kept)
 
 
 def _keep_nodes(draft: Draft, kept: Sequence[int]) -> Draft:

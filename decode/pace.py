@@ -66,6 +66,11 @@ class Pace:
         """What a target forward of `rows` rows cost."""
         self._controller.record_step(rows, seconds)
 
+    def step_seconds(self, rows: int) -> float:
+        """What a target forward of `rows` rows costs by what was measured; 0.0 before anything was."""
+        table = self._controller.step_time
+        return table.seconds[min(rows, table.max_count)]
+
     def record_draft(self, drafter: str, depth: int, seconds: float) -> None:
         """What one proposal cost whose longest draft was `depth`."""
         self._controller.record_draft(drafter, depth, seconds)

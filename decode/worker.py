@@ -64,14 +64,16 @@ class DecodeWorker:
         self.clock = clock or SystemClock()
         self.draining = False
         self.ready = False
-        self.drafters = build_drafters(settings.drafters, engine, tokenizer)
+        self._pace = Pace(settings.step_tokens)
+        self.drafters = build_drafters(
+            settings.drafters, engine, tokenizer, clock=self.clock, step_seconds=self._pace.step_seconds
+        )
         self.unfit: dict[str, str] = {}
         self._tokenizer = tokenizer
         self._settings = settings
         self._ticket_keys = ticket_keys
         self._numerics = engine.numerics.digest()
         self.peer = describe_peer(identity, engine.kv.layout, engine.numerics)
-        self._pace = Pace(settings.step_tokens)
         drafting = Drafting(
             self.drafters,
             self._pace,

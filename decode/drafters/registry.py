@@ -1,10 +1,13 @@
 """Which drafters a worker hosts, by name."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+from core.clock import Clock, SystemClock
 from core.settings import DraftersSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.cache import CacheDrafter
+from decode.drafters.composition import add_composed
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.heads import head_layers, head_settings, load_head
 from decode.drafters.lookahead import LookaheadDrafter
@@ -38,8 +41,18 @@ def required_hidden_layers(settings: DraftersSettings) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokenizer) -> dict[str, Drafter]:
-    """All configured drafters; `none` is always there. Loads the draft model, which takes seconds."""
+def build_drafters(
+    settings: DraftersSettings,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    *,
+    clock: Clock | None = None,
+    step_seconds: Callable[[int], float] = lambda rows: 0.0,
+) -> dict[str, Drafter]:
+    """All configured drafters; `none` is always there. Loads the draft model, which takes seconds.
+
+    `step_seconds(rows)`: measured seconds of a target step, 0.0 where nothing is known.
+    """
     drafters: list[Drafter] = [NoneDrafter()]
     if settings.ngram is not None:
         drafters.append(NgramDrafter(settings.ngram))
@@ -61,4 +74,6 @@ def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokeni
         vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
         for kind in (RightDrafter, WrongDrafter, TreeDrafter, HiddenDrafter):
             drafters.append(kind(settings.scripted, script, vocab_size))
-    return {drafter.name: drafter for drafter in drafters}
+    hosted = {drafter.name: drafter for drafter in drafters}
+    add_composed(hosted, settings, clock or SystemClock(), step_seconds)
+    return hosted
