@@ -71,6 +71,30 @@ class NgramSettings(Section):
     max_draft_length: int = Field(16, ge=1, le=64)
 
 
+class BildSettings(Section):
+    """Big Little Decoder with the draft model (`draft_model` must be set); approximate."""
+
+    fallback_threshold: float = Field(
+        0.5, ge=0, le=1, description="The draft stops where its largest probability is below."
+    )
+    rollback_threshold: float = Field(
+        2.0, ge=0, description="-log of the target's probability up to which a draft token is kept."
+    )
+    draft_length: int = Field(8, ge=1, le=64)
+    max_draft_length: int = Field(16, ge=1, le=64)
+
+
+class CascadeSettings(Section):
+    """Easy answers by the draft model (`draft_model` must be set), hard ones by the target; approximate."""
+
+    confidence_threshold: float = Field(
+        0.6, ge=0, le=1, description="Mean of the draft's largest probabilities from which an answer is easy."
+    )
+    first_tokens: int = Field(4, ge=1, description="Tokens before an answer may become hard.")
+    draft_length: int = Field(16, ge=1, le=64)
+    max_draft_length: int = Field(16, ge=1, le=64)
+
+
 class RestSettings(Section):
     """Retrieval from a corpus that `outrider corpus build` made."""
 
@@ -92,6 +116,20 @@ class DraftModelSettings(Section):
     num_blocks: int | None = Field(None, description="None: as many as the target's.")
 
 
+class LayerSkipSettings(Section):
+    """The target's first layers as a draft, behind which a trained adapter speaks."""
+
+    artifact: str | None = Field(
+        None,
+        description="Folder of a trained exit. None: untrained, through the whole head; slow, seldom right.",
+    )
+    exit_layer: int | None = Field(
+        None, ge=1, description="Layers that a draft runs. None: the artifact's, or half of them without one."
+    )
+    draft_length: int = Field(3, ge=1, le=64, description="Default K.")
+    max_draft_length: int = Field(8, ge=1, le=64)
+
+
 class ScriptedSettings(Section):
     """The test drafter: proposes what a file says, right or wrong, in any tree. Never for production."""
 
@@ -107,6 +145,9 @@ class DraftersSettings(Section):
     ngram: NgramSettings | None = NgramSettings()
     draft_model: DraftModelSettings | None = None
     rest: RestSettings | None = None
+    layerskip: LayerSkipSettings | None = None
+    bild: BildSettings | None = None
+    cascade: CascadeSettings | None = None
     scripted: ScriptedSettings | None = None
 
 

@@ -7,7 +7,7 @@ forward, more (a prompt, a long time at K = 0) in `prefill`, inside the step bud
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,9 +17,10 @@ from core.errors import FailedPrecondition
 from core.settings import DraftModelSettings
 from core.tokenizer import Tokenizer
 from decode.draft import NO_DRAFT, Draft
+from decode.drafters.chain import GrowingChain
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
 from decode.drafters.vocabulary import require_same_vocabulary
-from decode.sampling.draft_noise import DraftDraw, draw_draft
+from decode.sampling.draft_noise import draw_draft
 from engine.block_table import BlockTable
 from engine.engine import Engine
 from engine.kv_cache import OutOfBlocks
@@ -40,13 +41,10 @@ class _State:
 
 @dataclass(slots=True, eq=False)
 class _Proposal:
-    """One draft in the making. `token_ids` grow by one a forward."""
+    """One draft in the making, and the cache that it reads."""
 
-    index: int
     state: _State
-    depth: int
-    token_ids: list[int] = field(default_factory=list)
-    probs: list[Tensor] = field(default_factory=list)
+    chain: GrowingChain
 
 
 class DraftModelDrafter:
@@ -59,6 +57,7 @@ class DraftModelDrafter:
     ) -> None:
         """`num_token_ids`: leading ids that may be drafted. `target_vocab`: width of the target's logits."""
         self._engine = engine
+        self._settings = settings
         self._kv = engine.kv
         self._num_token_ids = num_token_ids
         self._target_vocab = target_vocab
@@ -132,7 +131,7 @@ class DraftModelDrafter:
             logits = self._engine.step([self._next_rows(proposal) for proposal in live]).logits
             live = self._draw(live, self._to_target_ids(logits))
         for proposal in proposals:
-            drafts[proposal.index] = _draft_of(proposal)
+            drafts[proposal.chain.index] = proposal.chain.draft()
         return drafts
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -168,34 +167,36 @@ class DraftModelDrafter:
             return None
         if not self._reserved(state, len(budget.request.history.token_ids) + depth - 1):
             return None
-        return _Proposal(index, state, depth)
+        return _Proposal(state, GrowingChain(index, budget.request, depth))
 
     def _next_rows(self, proposal: _Proposal) -> SequenceStep:
         """The tokens whose K and V are not computed yet; the last one's logits give the next token."""
         table, history = proposal.state.table, proposal.state.request.history
         start = table.num_tokens
-        token_ids = [*history.token_ids[start:], *proposal.token_ids]
+        token_ids = [*history.token_ids[start:], *proposal.chain.token_ids]
         drafted_before = start - len(history.token_ids)
         if drafted_before > 0:
-            token_ids = proposal.token_ids[drafted_before:]
+            token_ids = proposal.chain.token_ids[drafted_before:]
         return SequenceStep(table, start, token_ids, logit_rows="last")
 
     def _draw(self, live: Sequence[_Proposal], logits: Tensor) -> list[_Proposal]:
         """One more token for each; those that go on."""
-        draws = [_draw_of(proposal) for proposal in live]
+        drawn_tokens = draw_draft([proposal.chain.next_draw() for proposal in live], logits)
+        ends = self._end_before([proposal.chain.request for proposal in live], logits)
         going_on: list[_Proposal] = []
-        for proposal, drawn in zip(live, draw_draft(draws, logits), strict=True):
+        for proposal, drawn, end in zip(live, drawn_tokens, ends, strict=True):
             table, history = proposal.state.table, proposal.state.request.history
-            computed = len(history.token_ids) + len(proposal.token_ids)
+            computed = len(history.token_ids) + len(proposal.chain.token_ids)
             self._kv.commit(table, computed, keep_reserved=True)
-            if drawn is None or drawn.token_id >= self._num_token_ids:
+            if end or drawn is None or drawn.token_id >= self._num_token_ids:
                 continue
-            proposal.token_ids.append(drawn.token_id)
-            if drawn.draft_probs is not None:
-                proposal.probs.append(drawn.draft_probs)
-            if len(proposal.token_ids) < proposal.depth:
+            if proposal.chain.take(drawn):
                 going_on.append(proposal)
         return going_on
+
+    def _end_before(self, requests: Sequence[DraftRequest], logits: Tensor) -> list[bool]:
+        """Which chains end without the token that row i of `logits` gives; may look at the distributions only."""
+        return [False] * len(requests)
 
     def _to_target_ids(self, logits: Tensor) -> Tensor:
         """[rows, target vocabulary]: ids that may not be drafted have no chance."""
@@ -215,27 +216,3 @@ class DraftModelDrafter:
 
 def _lag(state: _State) -> int:
     return len(state.request.history.token_ids) - state.table.num_tokens
-
-
-def _draw_of(proposal: _Proposal) -> DraftDraw:
-    request = proposal.state.request
-    path = tuple(proposal.token_ids)
-    return DraftDraw(
-        sampling=request.sampling,
-        seed=request.seed,
-        choice=request.choice,
-        position=len(request.history.token_ids) + len(path),
-        verification=request.verification,
-        history=request.history,
-        path=path,
-    )
-
-
-def _draft_of(proposal: _Proposal) -> Draft:
-    if not proposal.token_ids:
-        return NO_DRAFT
-    return Draft(
-        token_ids=tuple(proposal.token_ids),
-        parents=tuple(range(len(proposal.token_ids))),
-        draft_probs=torch.stack(proposal.probs) if proposal.probs else None,
-    )

@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+from core.errors import InvalidArgument
 from core.settings import DraftersSettings
 from core.tokenizer import Tokenizer
+from decode.drafters.bild import BildDrafter
+from decode.drafters.cascade import CascadeDrafter
 from decode.drafters.draft_model import DraftModelDrafter
+from decode.drafters.layerskip import LayerSkipDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoneDrafter
 from decode.drafters.protocol import Drafter
@@ -31,12 +35,27 @@ def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokeni
     if settings.ngram is not None:
         drafters.append(NgramDrafter(settings.ngram))
     if settings.draft_model is not None:
-        drafters.append(DraftModelDrafter.load(settings.draft_model, engine, tokenizer))
+        draft = DraftModelDrafter.load(settings.draft_model, engine, tokenizer)
+        drafters += [draft, *_approximate(settings, draft)]
+    elif settings.bild is not None or settings.cascade is not None:
+        raise InvalidArgument("drafters.draft_model", "bild and cascade draft with it: it must be set")
     if settings.rest is not None:
         drafters.append(RestDrafter.load(settings.rest, tokenizer, engine.config.vocab_size))
+    if settings.layerskip is not None:
+        drafters.append(LayerSkipDrafter.load(settings.layerskip, engine, tokenizer))
     if settings.scripted is not None:
         script = Script(Path(settings.scripted.script))
         vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
         for kind in (RightDrafter, WrongDrafter, TreeDrafter, HiddenDrafter):
             drafters.append(kind(settings.scripted, script, vocab_size))
     return {drafter.name: drafter for drafter in drafters}
+
+
+def _approximate(settings: DraftersSettings, draft: DraftModelDrafter) -> list[Drafter]:
+    """Those that change the distribution; they share the draft model."""
+    drafters: list[Drafter] = []
+    if settings.bild is not None:
+        drafters.append(BildDrafter(draft, settings.bild))
+    if settings.cascade is not None:
+        drafters.append(CascadeDrafter(draft, settings.cascade))
+    return drafters
