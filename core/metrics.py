@@ -57,6 +57,7 @@ class Metrics:
             )
         }
         self._step_s = meter.create_histogram(names.METRIC_STEP_DURATION, unit="s")
+        self._draft_s = meter.create_histogram(names.METRIC_DRAFT_DURATION, unit="s")
         self._first_token_s = meter.create_histogram(names.METRIC_TTFT, unit="s")
         self._inter_token_s = meter.create_histogram(names.METRIC_ITL, unit="s")
 
@@ -73,6 +74,10 @@ class Metrics:
         self._add(names.METRIC_STEPS, 1, {})
         self._add(names.METRIC_STEP_ROWS, rows, {})
         self._step_s.record(duration_s)
+
+    def draft(self, drafter: str, duration_s: float) -> None:
+        """Once a step and drafter: what its proposals took."""
+        self._draft_s.record(duration_s, {"drafter": drafter})
 
     def speculation(self, report: SpeculationReport) -> None:
         """Once an attempt, with its whole report."""

@@ -11,7 +11,9 @@ GREEDY_TEMPERATURE = 1e-2
 SEED_LIMIT = 2**53
 """Seeds are whole numbers in [0, SEED_LIMIT)."""
 
-VerificationMode = Literal["invariant", "rejection"]
+VerificationMode = Literal["invariant", "rejection", "block", "typical"]
+"""Keeps the text; the distribution, over trees or over chains by whole blocks; neither (approximate)."""
+
 WorkerRole = Literal["router", "prefill", "decode"]
 RequestClass = Literal[
     "structured", "code", "chat", "reasoning", "creative", "translation", "summarisation", "batch"

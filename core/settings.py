@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from core.errors import InvalidArgument
 
+Quantisation = Literal["none", "int8", "int4"]
 _CHUNK_MARGIN_BYTES = 2**18
 """What a message of planes holds beside them."""
 
@@ -114,6 +115,22 @@ class DraftModelSettings(Section):
     draft_length: int = Field(4, ge=1, le=64)
     max_draft_length: int = Field(8, ge=1, le=64)
     num_blocks: int | None = Field(None, description="None: as many as the target's.")
+    quantisation: Quantisation = Field(
+        "none", description="Of the draft's weights; the target keeps its own."
+    )
+
+
+class HeadSettings(Section):
+    """A trained head on the target's hidden states."""
+
+    artifact: str = Field(description="Folder of the head, as `outrider train` writes it.")
+    draft_length: int = Field(4, ge=1, le=16, description="Default K.")
+    draft_width: int = Field(4, ge=1, le=16, description="Default width; 1 is a chain.")
+    max_draft_length: int = Field(8, ge=1, le=16)
+    min_probability: float = Field(
+        0.05, ge=0.0, lt=1.0, description="A path that the head thinks less likely is drafted no further."
+    )
+    quantisation: Quantisation = Field("none", description="Of the head's weights.")
 
 
 class LayerSkipSettings(Section):
@@ -128,6 +145,7 @@ class LayerSkipSettings(Section):
     )
     draft_length: int = Field(3, ge=1, le=64, description="Default K.")
     max_draft_length: int = Field(8, ge=1, le=64)
+    quantisation: Quantisation = Field("none", description="Of the adapter's weights and its output rows.")
 
 
 class ScriptedSettings(Section):
@@ -145,6 +163,10 @@ class DraftersSettings(Section):
     ngram: NgramSettings | None = NgramSettings()
     draft_model: DraftModelSettings | None = None
     rest: RestSettings | None = None
+    eagle: HeadSettings | None = None
+    eagle2: HeadSettings | None = None
+    eagle3: HeadSettings | None = None
+    mtp: HeadSettings | None = None
     layerskip: LayerSkipSettings | None = None
     bild: BildSettings | None = None
     cascade: CascadeSettings | None = None

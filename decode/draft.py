@@ -13,9 +13,16 @@ class Draft:
     """A tree of proposed tokens behind one committed token (the root, row 0).
 
     Node j is row j + 1. `parents[j]` is the *row* of its parent: 0 for the root, else ≤ j.
-    `draft_probs` [nodes, vocabulary] float32 is the distribution that node j was really drawn from;
-    None: deterministic proposals (one-hot).
+    `draft_probs` [nodes, vocabulary] float32 is the distribution that node j was really drawn from; None:
+    deterministic proposals, one-hot. In a tree with both, the row of a deterministic node is one-hot at its token.
+    `sources`: which drafter (or which of several draws with replacement) node j is of; empty: one for all.
+    `without_replacement`: siblings of one source are distinct and were drawn without replacement; each of their rows
+    is d before the first of them was drawn. Else equal siblings keep their multiplicity, each with its own row.
+    Siblings stand in the order drawn. Under rejection nobody may prune or re-rank *sampled* nodes by their tokens or
+    scores: which siblings are kept, and in what order, depends only on what was known before they were drawn. In
+    invariant mode siblings are distinct.
     `auxiliary_token_ids`, `auxiliary_parents`: rows evaluated for the drafter only, after all nodes.
+    `fault`: why there is no draft though there should be one; counted, and told to the caller.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -23,6 +30,9 @@ class Draft:
     draft_probs: Tensor | None = None
     auxiliary_token_ids: tuple[int, ...] = ()
     auxiliary_parents: tuple[int, ...] = ()
+    without_replacement: bool = False
+    sources: tuple[int, ...] = ()
+    fault: str = ""
 
     def depths(self) -> tuple[int, ...]:
         """Depth of each node, from 1."""

@@ -115,8 +115,12 @@ class Drafting:
             started_s = self._clock.now_s()
             answers = self._guard(choices, lambda: drafter.propose(budgets))  # noqa: B023 (called at once)
             deepest = max(budget.draft_length for budget in budgets)
-            self._pace.record_draft(drafter.name, deepest, self._clock.now_s() - started_s)
+            took_s = self._clock.now_s() - started_s
+            self._pace.record_draft(drafter.name, deepest, took_s)
+            self._metrics.draft(drafter.name, took_s)
             for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
+                if draft.fault:
+                    self._note(choice, draft.fault)
                 if choice.draft_request.verification == "rejection":
                     draft = leading_chain(draft)
                 if draft.token_ids or draft.auxiliary_token_ids:
@@ -179,6 +183,7 @@ def cut_draft(draft: Draft, depth: int, max_nodes: int) -> Draft:
         token_ids=tuple(draft.token_ids[node] for node in kept),
         parents=tuple(rows[draft.parents[node]] for node in kept),
         draft_probs=None if draft.draft_probs is None else draft.draft_probs[kept],
+        sources=tuple(draft.sources[node] for node in kept) if draft.sources else (),
         auxiliary_token_ids=(),
         auxiliary_parents=(),
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core.errors import InvalidArgument
 from core.numerics import NumericsClass
-from core.settings import EngineSettings
+from core.settings import EngineSettings, Quantisation
 from engine.backends import make_backends
 from engine.core_turns import CoreTurns, NoTurns, Turns, turn_of
 from engine.huge_pages import advise_huge_pages
@@ -35,6 +35,7 @@ class Engine:
         weights: LlamaWeights,
         revision: str,
         device: torch.device,
+        quantisation: Quantisation = "none",
     ) -> None:
         self.config = config
         self.settings = settings
@@ -60,12 +61,18 @@ class Engine:
         self._thread_id = 0
         self.turns: Turns = NoTurns() if settings.core_turns is None else CoreTurns(settings.core_turns)
         self.numerics = _numerics_class(
-            settings, revision, str(weights.row_plan), self._attention.name, device
+            settings, revision, str(weights.row_plan), self._attention.name, device, quantisation
         )
 
     @classmethod
-    def load(cls, model: Path, settings: EngineSettings, device: torch.device | None = None) -> "Engine":
-        """Read `model` (a directory, or a .gguf file) and allocate the KV pool.
+    def load(
+        cls,
+        model: Path,
+        settings: EngineSettings,
+        device: torch.device | None = None,
+        quantisation: Quantisation = "none",
+    ) -> "Engine":
+        """Read `model` (a directory, or a .gguf file) and allocate the KV pool. `quantisation`: of the products.
 
         Raises InvalidArgument naming file and tensor, or the setting that does not fit the model.
         """
@@ -77,8 +84,8 @@ class Engine:
             if not 0 <= layer < files.config.num_layers:
                 raise InvalidArgument("engine.hidden_layers", f"layer {layer} of {files.config.num_layers}")
         with torch.inference_mode():
-            weights = load_weights(files, _DTYPES[settings.dtype], device)
-            engine = cls(files.config, settings, weights, files.revision(), device)
+            weights = load_weights(files, _DTYPES[settings.dtype], device, quantisation)
+            engine = cls(files.config, settings, weights, files.revision(), device, quantisation)
         engine._model = model
         return engine
 
@@ -203,7 +210,12 @@ def _max_context(config: ModelConfig, settings: EngineSettings) -> int:
 
 
 def _numerics_class(
-    settings: EngineSettings, revision: str, row_plan: str, attention: str, device: torch.device
+    settings: EngineSettings,
+    revision: str,
+    row_plan: str,
+    attention: str,
+    device: torch.device,
+    quantisation: Quantisation,
 ) -> NumericsClass:
     if device.type == "cuda":
         instructions = torch.cuda.get_device_name(device)
@@ -218,4 +230,5 @@ def _numerics_class(
         instruction_set=instructions,
         kernels=f"{attention},torch-{torch.__version__}",
         row_padding=row_plan,
+        quantisation=quantisation,
     )

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from core.settings import Quantisation
+from engine.quantise import quantised_product
+
 PROBE_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 96, 128, 200, 256)
 _PROBE_OFFSETS = (0, 1, 5)
 _REFERENCE_ROWS = 24
@@ -43,8 +46,13 @@ CANDIDATE_PLANS = (
 """From cheap to dear. The last one is exact by construction: every row is a call of its own."""
 
 
-def pack(weight: Tensor) -> PackedProduct:
-    """The product x → x·weightᵀ for weight [outputs, inputs]; the caller drops its reference afterwards."""
+def pack(weight: Tensor, quantisation: Quantisation = "none") -> PackedProduct:
+    """The product x → x·weightᵀ for weight [outputs, inputs]; the caller drops its reference afterwards.
+
+    Raises InvalidArgument where `quantisation` is not possible for the weight.
+    """
+    if quantisation != "none":
+        return quantised_product(weight, quantisation)
     if weight.device.type == "cpu" and _can_prepack(weight.dtype):
         return _prepacked(weight)
     return _plain(weight)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from core.settings import Quantisation
 from engine.attention import Attention
 from engine.linear import Linear, PackedProduct, RowPlan, find_row_plan, pack
 from engine.model_config import ModelConfig
@@ -46,17 +47,22 @@ class _LayerProducts:
     down: PackedProduct
 
 
-def load_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-    """Read, cast and pack every tensor, each freed once packed; find the row plan on layer 0 and the head."""
+def load_weights(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, quantisation: Quantisation = "none"
+) -> LlamaWeights:
+    """Read, cast and pack every tensor, each freed once packed; find the row plan on layer 0 and the head.
+
+    `quantisation` is that of all products; embedding and norms stay in `dtype`.
+    """
     config = files.config
     read = _Reader(files, dtype, device)
     embedding = read("model.embed_tokens.weight", (config.vocab_size, config.hidden_dim))
     if config.tied_embeddings:
-        head = pack(embedding)
+        head = pack(embedding, quantisation)
     else:
-        head = pack(read("lm_head.weight", (config.vocab_size, config.hidden_dim)))
+        head = pack(read("lm_head.weight", (config.vocab_size, config.hidden_dim)), quantisation)
     final_norm = read("model.norm.weight", (config.hidden_dim,))
-    layers = [_read_layer(read, config, layer) for layer in range(config.num_layers)]
+    layers = [_read_layer(read, config, layer, quantisation) for layer in range(config.num_layers)]
     files.finish()
     first = layers[0]
     probed = [
@@ -84,7 +90,7 @@ class _Reader:
         return self._files.take(name, shape).to(self._device, self._dtype).contiguous()
 
 
-def _read_layer(read: _Reader, config: ModelConfig, layer: int) -> _LayerProducts:
+def _read_layer(read: _Reader, config: ModelConfig, layer: int, quantisation: Quantisation) -> _LayerProducts:
     shapes = layer_shapes(config)
 
     def tensor(name: str) -> Tensor:
@@ -92,11 +98,11 @@ def _read_layer(read: _Reader, config: ModelConfig, layer: int) -> _LayerProduct
 
     return _LayerProducts(
         input_norm=tensor("input_layernorm"),
-        qkv=pack(torch.cat([tensor(f"self_attn.{part}_proj") for part in ("q", "k", "v")])),
-        output=pack(tensor("self_attn.o_proj")),
+        qkv=pack(torch.cat([tensor(f"self_attn.{part}_proj") for part in ("q", "k", "v")]), quantisation),
+        output=pack(tensor("self_attn.o_proj"), quantisation),
         post_norm=tensor("post_attention_layernorm"),
-        gate_up=pack(torch.cat([tensor(f"mlp.{part}_proj") for part in ("gate", "up")])),
-        down=pack(tensor("mlp.down_proj")),
+        gate_up=pack(torch.cat([tensor(f"mlp.{part}_proj") for part in ("gate", "up")]), quantisation),
+        down=pack(tensor("mlp.down_proj"), quantisation),
     )
 
 

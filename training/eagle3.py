@@ -7,15 +7,19 @@ from what it will see. Tensor names are those of public checkpoints.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from decode.drafters.artifact import ArtifactManifest
 from engine.model_config import ModelConfig
+from training.batch import Batch, TargetHead, wanted_of
+from training.head import DraftHead
+from training.loss import soft_cross_entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,29 @@ class Eagle3Shape:
             config.norm_epsilon,
             config.rope_theta,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Options:
+    """`layers` None: early, middle and late. `depth`: drafts of this depth are trained."""
+
+    draft_vocab: int = 8192
+    layers: tuple[int, ...] | None = None
+    depth: int = 5
+
+    def hidden_layers(self, config: ModelConfig) -> tuple[int, ...]:
+        """See `HeadOptions`."""
+        last = config.num_layers - 1
+        return self.layers or tuple(sorted({min(2, last), config.num_layers // 2, max(0, last - 2)}))
+
+    def trained_layers(self, config: ModelConfig) -> tuple[int, ...]:
+        """The same."""
+        return self.hidden_layers(config)
+
+    def make(self, config: ModelConfig, target_ids: Sequence[int]) -> "Eagle3Head":
+        """See `HeadOptions`."""
+        shape = Eagle3Shape.of(config, len(self.hidden_layers(config)), len(target_ids))
+        return Eagle3Head(shape, target_ids, self.depth)
 
 
 class RmsNorm(nn.Module):
@@ -94,17 +121,23 @@ class _MidLayer(nn.Module):
         self.mlp = _Mlp(shape)
 
 
-class Eagle3Head(nn.Module):
-    """See the module. `d2t` [draft_vocab] int64: target id of a draft id, less the draft id."""
+class Eagle3Head(DraftHead):
+    """See the module. `d2t` [draft_vocab] int64: target id of a draft id, less the draft id.
 
+    Loss: cross-entropy against the target's whole distribution over the draft vocabulary, where the target's own best
+    token is in it and the token belongs to the answer.
+    """
+
+    kind: ClassVar[str] = "eagle3"
     d2t: Tensor
 
-    def __init__(self, shape: Eagle3Shape, target_ids: Sequence[int]) -> None:
+    def __init__(self, shape: Eagle3Shape, target_ids: Sequence[int], depth: int) -> None:
         """`target_ids`: the target's ids that may be drafted, ascending; `draft_vocab` of them."""
         super().__init__()
         if len(target_ids) != shape.draft_vocab:
             raise ValueError(f"{len(target_ids)} ids for a draft vocabulary of {shape.draft_vocab}")
         self.shape = shape
+        self.depth = depth
         self.fc = nn.Linear(shape.num_planes * shape.hidden_dim, shape.hidden_dim, bias=False)
         self.midlayer = _MidLayer(shape)
         self.norm = RmsNorm(shape.hidden_dim, shape.norm_epsilon)
@@ -117,12 +150,53 @@ class Eagle3Head(nn.Module):
         """Tensor  # [draft_vocab] int64: the target's id of each draft id."""
         return self.d2t + torch.arange(self.shape.draft_vocab)
 
+    @classmethod
+    def of(cls, manifest: ArtifactManifest) -> "Eagle3Head":
+        """A head that the artifact's tensors fit. Raises TypeError or ValueError where its sizes are none."""
+        shape = Eagle3Shape(**cast("dict[str, int]", dict(manifest.shape)))
+        return cls(shape, range(shape.draft_vocab), len(manifest.acceptance["all"]))
+
+    def sizes(self) -> Mapping[str, float]:
+        """See `DraftHead`."""
+        return asdict(self.shape)
+
+    def losses(self, batch: Batch, target: TargetHead) -> list[Tensor]:
+        """See `DraftHead`. Norm and head run over the rows that count only."""
+        wanted = wanted_of(batch, target.reduced(self.target_ids), self.depth)
+        places = wanted.rows * (batch.token_ids.shape[1] - 2) + wanted.tokens - 2
+        return [
+            soft_cross_entropy(
+                self.norm(hidden.flatten(0, 1).index_select(0, places)), self.lm_head.weight, wanted.probs
+            )
+            for hidden in self._unrolled(batch, target)
+        ]
+
+    def draft_ids(
+        self, batch: Batch, target: TargetHead, starts: tuple[Tensor, Tensor], ranks: int
+    ) -> Tensor:
+        """See `DraftHead`."""
+        rows, tokens = starts
+        best = [
+            self.logits(hidden[rows, tokens + step]).topk(ranks, dim=-1).indices
+            for step, hidden in enumerate(self._unrolled(batch, target))
+        ]
+        return self.target_ids[torch.stack(best, dim=1)]
+
+    def _unrolled(self, batch: Batch, target: TargetHead) -> list[Tensor]:
+        """`unroll` of a batch: the position of token t is about token t + 2."""
+        embedded = target.embedding[batch.token_ids[:, 1:-1]].float()
+        return self.unroll(batch.planes[:, :-2], embedded, self.depth)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[…, hidden_dim] of `unroll` → […, draft_vocab]"""
+        return cast(Tensor, self.lm_head(self.norm(hidden)))
+
     def unroll(self, planes: Tensor, embedded: Tensor, num_steps: int) -> list[Tensor]:
-        """Draft logits at every position, for drafts of depth 1 … `num_steps`.
+        """The layer's outputs at every position, for drafts of depth 1 … `num_steps`.
 
         planes: Tensor  # [batch, positions, num_planes · hidden_dim], of tokens t
         embedded: Tensor  # [batch, positions, hidden_dim], of tokens t + 1
-        → num_steps × Tensor  # [batch, positions, draft_vocab], about tokens t + 2
+        → num_steps × Tensor  # [batch, positions, hidden_dim], about tokens t + 2
 
         At depth j + 1 position t knows the target's planes up to t - j and its own outputs behind them; rows
         t < j see their neighbours' rows wrapped out and mean nothing.
@@ -133,7 +207,7 @@ class Eagle3Head(nn.Module):
         rotary = _rotary(embedded.shape[1], self.shape.head_dim, self.shape.rope_theta)
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        logits: list[Tensor] = []
+        outputs: list[Tensor] = []
         for step in range(num_steps):
             if step:
                 hidden = _shifted(hidden)
@@ -141,8 +215,8 @@ class Eagle3Head(nn.Module):
             attended = self._attend(both, rotary, keys, values)
             hidden = hidden + attended
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            logits.append(self.lm_head(self.norm(hidden)))
-        return logits
+            outputs.append(hidden)
+        return outputs
 
     def _attend(
         self, both: Tensor, rotary: tuple[Tensor, Tensor], keys: list[Tensor], values: list[Tensor]

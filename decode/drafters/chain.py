@@ -12,13 +12,15 @@ from decode.sampling.draft_noise import DraftDraw, DrawnToken
 
 @dataclass(slots=True, eq=False)
 class GrowingChain:
-    """`index`: the place of its budget. `depth`: tokens that are wanted. `token_ids` grow by one a forward."""
+    """`index`: the place of its budget. `depth`: tokens that are wanted. `token_ids` grow by one a forward.
+    `broken`: it met numbers that are none."""
 
     index: int
     request: DraftRequest
     depth: int
     token_ids: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
+    broken: bool = False
 
     def next_draw(self) -> DraftDraw:
         """The draw of the next token, through the request's own pipeline."""

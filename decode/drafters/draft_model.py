@@ -83,7 +83,9 @@ class DraftModelDrafter:
         num_token_ids = require_same_vocabulary(tokenizer, Tokenizer.from_directory(directory))
         num_blocks = settings.num_blocks or target.settings.num_blocks
         update = {"num_blocks": num_blocks, "hidden_layers": (), "max_context": None, "core_turns": None}
-        engine = Engine.load(path, target.settings.model_copy(update=update))
+        engine = Engine.load(
+            path, target.settings.model_copy(update=update), quantisation=settings.quantisation
+        )
         num_token_ids = min(num_token_ids, engine.config.vocab_size, target.config.vocab_size)
         return cls(engine, settings, num_token_ids, target.config.vocab_size)
 

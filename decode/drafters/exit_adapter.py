@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.errors import InvalidArgument
+from core.settings import Quantisation
 from decode.drafters.artifact import ArtifactManifest, read_manifest, read_tensors, require_target
 from decode.drafters.reduced_head import ReducedHead
 from decode.sampling.draft_noise import DraftDraw, DrawnToken
@@ -44,22 +45,30 @@ class ExitShape:
 class ExitAdapter:
     """Engine thread only. Every row is computed alone, as far as the engine's row plan holds for these widths."""
 
-    def __init__(self, shape: ExitShape, tensors: Mapping[str, Tensor], engine: Engine) -> None:
+    def __init__(
+        self,
+        shape: ExitShape,
+        tensors: Mapping[str, Tensor],
+        engine: Engine,
+        quantisation: Quantisation = "none",
+    ) -> None:
         """`tensors` as `ExitShape.tensors` names them, of any float dtype; the engine's dtype is computed in."""
         device, dtype = engine.weights.embedding.device, engine.weights.embedding.dtype
         plan = engine.weights.row_plan
 
         def packed(weight: Tensor) -> Linear:
-            return Linear(pack(weight.to(device, dtype)), plan)
+            return Linear(pack(weight.to(device, dtype), quantisation), plan)
 
         self.shape = shape
         with torch.inference_mode():
             self._gate_up = packed(torch.cat([tensors["gate.weight"], tensors["up.weight"]]))
             self._down = packed(tensors["down.weight"])
-        self._head = ReducedHead(engine, tensors["token_ids"])
+        self._head = ReducedHead(engine, tensors["token_ids"], quantisation)
 
     @classmethod
-    def load(cls, directory: Path, engine: Engine, tokenizer: str) -> "ExitAdapter":
+    def load(
+        cls, directory: Path, engine: Engine, tokenizer: str, quantisation: Quantisation = "none"
+    ) -> "ExitAdapter":
         """The adapter of an artifact; `tokenizer`: digest of the target's.
 
         Raises FailedPrecondition where it is of another target, InvalidArgument naming file and field where it
@@ -70,7 +79,7 @@ class ExitAdapter:
         shape = _shape_of(directory, manifest, engine)
         tensors = read_tensors(directory, shape.tensors())
         _require_values(directory, tensors, engine.config.vocab_size)
-        return cls(shape, tensors, engine)
+        return cls(shape, tensors, engine, quantisation)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_dim], final-normed → [rows, draft vocabulary] float32."""
@@ -78,9 +87,9 @@ class ExitAdapter:
             gate, up = self._gate_up(hidden).chunk(2, dim=-1)
             return self._head(hidden + self._down(functional.silu(gate) * up))
 
-    def draw(self, draws: Sequence[DraftDraw], hidden: Tensor) -> list[DrawnToken | None]:
-        """Draw i from row i of hidden [draws, hidden_dim]; None where nothing can be drawn."""
-        return self._head.draw(draws, self.logits(hidden))
+    def draw(self, draws: Sequence[DraftDraw], logits: Tensor) -> list[DrawnToken | None]:
+        """Draw i from row i of `logits`; None where nothing can be drawn."""
+        return self._head.draw(draws, logits)
 
 
 def _shape_of(directory: Path, manifest: ArtifactManifest, engine: Engine) -> ExitShape:

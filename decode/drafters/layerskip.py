@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from core.errors import InvalidArgument
 from core.settings import LayerSkipSettings
@@ -20,9 +21,10 @@ from core.tokenizer import Tokenizer
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.chain import GrowingChain
 from decode.drafters.exit_adapter import ExitAdapter
+from decode.drafters.head_drafter import NOT_FINITE
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
 from decode.drafters.vocabulary import vocabulary_digest
-from decode.sampling.draft_noise import DrawnToken, draw_draft
+from decode.sampling.draft_noise import draw_draft
 from engine.block_table import BlockTable
 from engine.engine import Engine
 from engine.kv_cache import OutOfBlocks
@@ -30,7 +32,10 @@ from engine.step_batch import SequenceStep, StepResult
 
 
 class LayerSkipDrafter:
-    """Chains only; its requests' forwards are batched, one a depth. Holds no state of requests."""
+    """Chains only; its requests' forwards are batched, one a depth. Holds no state of requests.
+
+    A state that is no number ends a request's draft as a fault: told, and the answer goes on plainly.
+    """
 
     name = "layerskip"
 
@@ -62,7 +67,8 @@ class LayerSkipDrafter:
         adapter: ExitAdapter | None = None
         if settings.artifact is not None:
             directory = Path(settings.artifact).expanduser()
-            adapter = ExitAdapter.load(directory, engine, vocabulary_digest(tokenizer))
+            digest = vocabulary_digest(tokenizer)
+            adapter = ExitAdapter.load(directory, engine, digest, settings.quantisation)
         num_token_ids = min(tokenizer.vocab_size, engine.config.vocab_size)
         return cls(engine, settings, _exit_layer(settings, adapter, engine), adapter, num_token_ids)
 
@@ -88,7 +94,7 @@ class LayerSkipDrafter:
         while live:
             live = self._grow(live)
         for chain in chains:
-            drafts[chain.index] = chain.draft()
+            drafts[chain.index] = Draft(fault=NOT_FINITE) if chain.broken else chain.draft()
         return drafts
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -123,19 +129,25 @@ class LayerSkipDrafter:
             exit_layer=self._exit_layer,
             want_last_hidden=with_adapter,
         )
-        drawn = self._draw(live, result)
-        return [
-            chain for chain, token in zip(live, drawn, strict=True) if token is not None and chain.take(token)
-        ]
-
-    def _draw(self, live: Sequence[GrowingChain], result: StepResult) -> list[DrawnToken | None]:
+        logits = self._logits(result)
         draws = [chain.next_draw() for chain in live]
+        drawn = draw_draft(draws, logits) if self._adapter is None else self._adapter.draw(draws, logits)
+        going_on: list[GrowingChain] = []
+        for chain, token, row in zip(live, drawn, logits, strict=True):
+            if token is None:
+                chain.broken = not bool(torch.isfinite(row.max()))
+            elif chain.take(token):
+                going_on.append(chain)
+        return going_on
+
+    def _logits(self, result: StepResult) -> Tensor:
+        """One row a chain, over the adapter's vocabulary or the target's."""
         if self._adapter is not None:
             assert result.last_hidden is not None
-            return self._adapter.draw(draws, result.last_hidden)
+            return self._adapter.logits(result.last_hidden)
         with torch.inference_mode():
             result.logits[:, self._num_token_ids :] = -torch.inf
-        return draw_draft(draws, result.logits)
+        return result.logits
 
 
 def _last_row(chain: GrowingChain, *, wants_logits: bool) -> SequenceStep:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from core.settings import Quantisation
 from decode.sampling.draft_noise import DraftDraw, DrawnToken, draw_draft
 from engine.engine import Engine
 from engine.linear import Linear, pack
@@ -18,10 +19,10 @@ from engine.linear import Linear, pack
 class ReducedHead:
     """Hidden states as the target's head reads them → logits of `token_ids` → drawn tokens. Engine thread only."""
 
-    def __init__(self, engine: Engine, token_ids: Tensor) -> None:
+    def __init__(self, engine: Engine, token_ids: Tensor, quantisation: Quantisation = "none") -> None:
         """token_ids: Tensor  # [draft vocabulary] int64, ascending, of the target's vocabulary"""
         with torch.inference_mode():
-            self._product = Linear(pack(engine.output_rows(token_ids)), engine.weights.row_plan)
+            self._product = Linear(pack(engine.output_rows(token_ids), quantisation), engine.weights.row_plan)
         self._token_ids = token_ids.to("cpu")
         self._target_vocab = engine.config.vocab_size
         self._wide = torch.empty(0, self._target_vocab)

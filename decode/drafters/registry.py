@@ -8,6 +8,7 @@ from core.tokenizer import Tokenizer
 from decode.drafters.bild import BildDrafter
 from decode.drafters.cascade import CascadeDrafter
 from decode.drafters.draft_model import DraftModelDrafter
+from decode.drafters.heads import head_layers, head_settings, load_head
 from decode.drafters.layerskip import LayerSkipDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoneDrafter
@@ -25,8 +26,14 @@ from engine.engine import Engine
 
 
 def required_hidden_layers(settings: DraftersSettings) -> tuple[int, ...]:
-    """The layers whose planes the configured drafters need, ascending; known before the engine is loaded."""
-    return HIDDEN_LAYERS if settings.scripted is not None else ()
+    """The layers whose planes the configured drafters need, ascending; known before the engine is loaded.
+
+    Raises InvalidArgument where a head's manifest cannot be read.
+    """
+    layers = set(HIDDEN_LAYERS if settings.scripted is not None else ())
+    for head in head_settings(settings).values():
+        layers.update(head_layers(head))
+    return tuple(sorted(layers))
 
 
 def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokenizer) -> dict[str, Drafter]:
@@ -41,6 +48,8 @@ def build_drafters(settings: DraftersSettings, engine: Engine, tokenizer: Tokeni
         raise InvalidArgument("drafters.draft_model", "bild and cascade draft with it: it must be set")
     if settings.rest is not None:
         drafters.append(RestDrafter.load(settings.rest, tokenizer, engine.config.vocab_size))
+    for name, head in head_settings(settings).items():
+        drafters.append(load_head(name, head, engine, tokenizer))
     if settings.layerskip is not None:
         drafters.append(LayerSkipDrafter.load(settings.layerskip, engine, tokenizer))
     if settings.scripted is not None:

@@ -44,7 +44,7 @@ def reject_or_accept(
         return Decision(True, token_id)
     residual = residual_weights(target_probs, draft_probs, token_id)
     key = noise_key(item.seed, item.choice, item.position, Stream.RESIDUAL)
-    return Decision(False, sampler.race(residual, key))
+    return Decision(False, sampler.earliest(residual, key)[0])
 
 
 def residual_weights(target_probs: Float64, draft_probs: Float32 | None, token_id: int) -> Float64:
@@ -73,7 +73,7 @@ def verify_chain(item: VerifyItem, logits: torch.Tensor) -> Walk:
         at_end = depth == len(item.draft.token_ids)
         if at_end or not (draft_probs is None or _is_distribution(draft_probs[depth])):
             key = noise_key(item.seed, item.choice, draw.position, Stream.BONUS)
-            drawn.append(sampler.race(target_probs, key))
+            drawn.append(sampler.earliest(target_probs, key)[0])
             break
         node_probs = None if draft_probs is None else draft_probs[depth]
         decision = reject_or_accept(target_probs, node_probs, item.draft.token_ids[depth], draw)

@@ -1,4 +1,4 @@
-"""The approximate drafters: refused unless allowed, and what they say lies between the draft's words and the target's."""
+"""The approximate drafters: refused unless allowed; they say the words of the draft, the target's, or some of both."""
 
 import asyncio
 from collections.abc import AsyncIterator

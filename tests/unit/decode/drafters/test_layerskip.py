@@ -18,6 +18,7 @@ from core.tokenizer import Tokenizer
 from decode.draft import Draft
 from decode.drafters.artifact import read_manifest, write_artifact
 from decode.drafters.exit_adapter import ExitAdapter, ExitShape
+from decode.drafters.head_drafter import NOT_FINITE
 from decode.drafters.layerskip import LayerSkipDrafter
 from decode.drafters.protocol import DraftBudget, DraftRequest
 from decode.drafters.reduced_head import is_plain_argmax
@@ -275,17 +276,18 @@ def test_a_state_that_is_no_number_drafts_nothing_and_its_neighbours_do(model: P
     hidden[1:3] = torch.nan
     history = TokenHistory([1, 2, 3])
     draws = [DraftDraw(sampling, 1, 0, 3, "invariant", history) for sampling in (GREEDY, GREEDY, HOT, HOT)]
-    drawn = adapter.draw(draws, hidden)
+    drawn = adapter.draw(draws, adapter.logits(hidden))
     assert [token is None for token in drawn] == [False, True, True, False]
 
 
-def test_an_adapter_that_overflows_drafts_nothing(model: Path, artifact: Path) -> None:
-    drafter, engine = load(model, artifact)
+def test_an_adapter_that_overflows_drafts_nothing_and_says_so(model: Path) -> None:
+    engine = Engine.load(model, ENGINE)
     tensors = make_exit_tensors(SHAPE, VOCAB)
     broken = ExitAdapter(SHAPE, tensors | {"down.weight": tensors["down.weight"] * torch.inf}, engine)
     drafter = LayerSkipDrafter(engine, LayerSkipSettings(), 2, broken, VOCAB)
     requests = [request_of(engine, range(1, 24), sampling) for sampling in (GREEDY, HOT)]
-    assert drafter.propose([DraftBudget(request, 4, 8) for request in requests]) == [Draft(), Draft()]
+    drafts = drafter.propose([DraftBudget(request, 4, 8) for request in requests])
+    assert drafts == [Draft(fault=NOT_FINITE)] * 2
 
 
 @pytest.mark.parametrize(
