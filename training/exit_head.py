@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from decode.drafters.exit_adapter import KIND, ExitShape
+from core.errors import InvalidArgument
+from decode.drafters.artifact import ArtifactManifest
+from decode.drafters.exit_adapter import KIND, ExitShape, exit_shape
 from engine.model_config import ModelConfig
 from training.batch import Batch, TargetHead, wanted_of
 from training.head import DraftHead
@@ -27,19 +29,24 @@ class ExitHead(DraftHead):
     kind: ClassVar[str] = KIND
     token_ids: Tensor
 
-    def __init__(self, shape: ExitShape, token_ids: Sequence[int], norm_epsilon: float, depth: int) -> None:
+    def __init__(self, shape: ExitShape, token_ids: Sequence[int], depth: int) -> None:
         """`token_ids`: the target's ids that may be drafted, ascending. `depth`: of the drafts it is judged by."""
         super().__init__()
         if len(token_ids) != shape.draft_vocab:
             raise ValueError(f"{len(token_ids)} ids for a draft vocabulary of {shape.draft_vocab}")
         self.shape = shape
         self.depth = depth
-        self._norm_epsilon = norm_epsilon
         self.gate = nn.Linear(shape.hidden_dim, shape.width, bias=False)
         self.up = nn.Linear(shape.hidden_dim, shape.width, bias=False)
         self.down = nn.Linear(shape.width, shape.hidden_dim, bias=False)
         nn.init.zeros_(self.down.weight)
         self.register_buffer("token_ids", torch.tensor(token_ids, dtype=torch.int64))
+
+    @classmethod
+    def of(cls, manifest: ArtifactManifest) -> "ExitHead":
+        """A head that the artifact's tensors fit. Raises InvalidArgument or KeyError where its sizes are none."""
+        shape = exit_shape(manifest, "the manifest")
+        return cls(shape, range(shape.draft_vocab), len(manifest.acceptance["all"]))
 
     @property
     def target_ids(self) -> Tensor:
@@ -74,17 +81,18 @@ class ExitHead(DraftHead):
     def _normed(self, planes: Tensor, target: TargetHead) -> Tensor:
         """The target's last norm, in float32: [..., hidden_dim] → [..., hidden_dim]."""
         wide = planes.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._norm_epsilon)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.shape.norm_epsilon)
         return wide * scale * target.final_norm.float()
 
 
 @dataclass(frozen=True, slots=True)
 class ExitOptions:
-    """`exit_layer`: layers of the target before the exit. `depth`: of the drafts that it is judged by."""
+    """`exit_layer`: layers of the target before the exit. `width`: of the adapter's gated product. `depth`: of the
+    drafts that it is judged by."""
 
     exit_layer: int
-    width: int = 1536
     draft_vocab: int = 8192
+    width: int = 1536
     depth: int = 5
 
     def hidden_layers(self, config: ModelConfig) -> tuple[int, ...]:
@@ -92,10 +100,16 @@ class ExitOptions:
         return ()
 
     def trained_layers(self, config: ModelConfig) -> tuple[int, ...]:
-        """The output of the last layer before the exit."""
+        """The output of the last layer before the exit. Raises InvalidArgument where the target has no such exit."""
+        if not 1 <= self.exit_layer < config.num_layers:
+            raise InvalidArgument(
+                "exit_layer", f"must be 1 to {config.num_layers - 1}, got {self.exit_layer}"
+            )
         return (self.exit_layer - 1,)
 
     def make(self, config: ModelConfig, target_ids: Sequence[int]) -> ExitHead:
         """See `HeadOptions`."""
-        shape = ExitShape(config.hidden_dim, self.exit_layer, self.width, len(target_ids))
-        return ExitHead(shape, target_ids, config.norm_epsilon, self.depth)
+        shape = ExitShape(
+            config.hidden_dim, self.exit_layer, self.width, len(target_ids), config.norm_epsilon
+        )
+        return ExitHead(shape, target_ids, self.depth)

@@ -7,11 +7,12 @@ from typing import Final
 from core.errors import InvalidArgument
 from decode.drafters.artifact import ArtifactManifest, read_manifest, read_tensors
 from training.eagle3 import Eagle3Head
+from training.exit_head import ExitHead
 from training.head import DraftHead
 from training.medusa import MedusaHeads
 
 KINDS: Final[Mapping[str, Callable[[ArtifactManifest], DraftHead]]] = {
-    kind.kind: kind.of for kind in (Eagle3Head, MedusaHeads)
+    kind.kind: kind.of for kind in (Eagle3Head, ExitHead, MedusaHeads)
 }
 
 

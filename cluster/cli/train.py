@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from cluster.cli import options as o
-from cluster.cli.train_heads import eagle3_command, judge_command, medusa_command
+from cluster.cli.train_heads import eagle3_command, exit_command, judge_command, medusa_command
 from cluster.cli.train_progress import say, shown_progress, stopping
 from core.environment import cache_directory
 from core.errors import ServiceError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 train_app = typer.Typer(no_args_is_help=True, help="Train drafts on what the target says itself.")
 train_app.command("eagle3")(eagle3_command)
 train_app.command("medusa")(medusa_command)
+train_app.command("exit")(exit_command)
 train_app.command("judge")(judge_command)
 TEMPERATURES: Final = (0.0, 0.0, 0.0, 0.7, 1.0)
 """Of answers: mostly greedy."""

@@ -5,7 +5,7 @@ from the target's own output matrix, over a reduced vocabulary. With `down` at z
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -25,12 +25,14 @@ KIND = "exit"
 
 @dataclass(frozen=True, slots=True)
 class ExitShape:
-    """Sizes of an adapter. `exit_layer`: layers of the target that run before it. `width`: of the gated product."""
+    """Sizes of an adapter. `exit_layer`: layers of the target that run before it. `width`: of the gated product.
+    `norm_epsilon`: of the target's last norm, through which it reads them."""
 
     hidden_dim: int
     exit_layer: int
     width: int
     draft_vocab: int
+    norm_epsilon: float
 
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
         """Name → shape of what an artifact holds; `token_ids`, the target's, are int64, ascending."""
@@ -96,26 +98,39 @@ def _shape_of(directory: Path, manifest: ArtifactManifest, engine: Engine) -> Ex
     """The manifest's sizes, checked against the target."""
     if manifest.kind != KIND:
         raise InvalidArgument(
-            "artifact.kind", f"{directory} holds {manifest.kind!r}, layerskip takes {KIND!r}"
+            "artifact.kind", f"{directory} holds a draft of kind {manifest.kind!r}, not {KIND!r}"
         )
-    sizes = dict(manifest.shape)
-    names = ExitShape.__dataclass_fields__.keys()
-    if sizes.keys() != names or not all(isinstance(size, int) and size > 0 for size in sizes.values()):
-        raise InvalidArgument(
-            "artifact.shape", f"{directory} must give sizes {', '.join(names)}, has {sizes}"
-        )
-    shape = ExitShape(**{name: int(size) for name, size in sizes.items()})
+    shape = exit_shape(manifest, str(directory))
+    config = engine.config
     limits = {
-        "hidden_dim": (engine.config.hidden_dim, engine.config.hidden_dim),
-        "exit_layer": (1, engine.config.num_layers - 1),
-        "draft_vocab": (1, engine.config.vocab_size),
+        "hidden_dim": (config.hidden_dim, config.hidden_dim),
+        "exit_layer": (1, config.num_layers - 1),
+        "draft_vocab": (1, config.vocab_size),
+        "norm_epsilon": (config.norm_epsilon, config.norm_epsilon),
     }
     for name, (least, most) in limits.items():
-        if not least <= sizes[name] <= most:
+        if not least <= getattr(shape, name) <= most:
             raise InvalidArgument(
-                f"artifact.shape.{name}", f"{directory}: {sizes[name]}, the target takes {least} to {most}"
+                f"artifact.shape.{name}",
+                f"{directory}: {getattr(shape, name)}, the target takes {least} to {most}",
             )
     return shape
+
+
+def exit_shape(manifest: ArtifactManifest, source: str) -> ExitShape:
+    """The sizes of a manifest. Raises InvalidArgument naming `source` where they are none of an exit."""
+    sizes = dict(manifest.shape)
+    names = [entry.name for entry in fields(ExitShape)]
+    whole = [size for name, size in sizes.items() if name != "norm_epsilon"]
+    if sizes.keys() != {*names} or not all(isinstance(size, int) and size > 0 for size in whole):
+        raise InvalidArgument("artifact.shape", f"{source} must give {', '.join(names)}; it has {sizes}")
+    return ExitShape(
+        hidden_dim=int(sizes["hidden_dim"]),
+        exit_layer=int(sizes["exit_layer"]),
+        width=int(sizes["width"]),
+        draft_vocab=int(sizes["draft_vocab"]),
+        norm_epsilon=float(sizes["norm_epsilon"]),
+    )
 
 
 def _require_values(directory: Path, tensors: Mapping[str, Tensor], vocab_size: int) -> None:

@@ -31,7 +31,7 @@ def make_exit_artifact(
 ) -> Path:
     """Writes the artifact for the target in `model`; returns `out`."""
     config = ModelConfig.from_directory(model)
-    shape = ExitShape(config.hidden_dim, exit_layer, width, draft_vocab)
+    shape = ExitShape(config.hidden_dim, exit_layer, width, draft_vocab, config.norm_epsilon)
     manifest = ArtifactManifest(
         format=1,
         kind=KIND,

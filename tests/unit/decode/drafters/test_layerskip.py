@@ -36,7 +36,7 @@ MARK = 777.0
 KEYS = itertools.count(1)
 GREEDY = SamplingParams(seed=1)
 HOT = SamplingParams(temperature=12.0, seed=1)
-SHAPE = ExitShape(hidden_dim=64, exit_layer=2, width=32, draft_vocab=200)
+SHAPE = ExitShape(hidden_dim=64, exit_layer=2, width=32, draft_vocab=200, norm_epsilon=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +296,9 @@ def test_an_adapter_that_overflows_drafts_nothing_and_says_so(model: Path) -> No
         ({"kind": "eagle3"}, r"artifact\.kind"),
         ({"shape": {"width": 32}}, r"artifact\.shape"),
         ({"shape": asdict(replace(SHAPE, hidden_dim=32))}, r"artifact\.shape\.hidden_dim"),
+        ({"shape": asdict(replace(SHAPE, norm_epsilon=1e-6))}, r"artifact\.shape\.norm_epsilon"),
+        ({"shape": asdict(replace(SHAPE, draft_vocab=301))}, r"artifact\.shape\.draft_vocab"),
+        ({"shape": asdict(SHAPE) | {"width": 32.5}}, r"artifact\.shape"),
         ({"shape": asdict(replace(SHAPE, exit_layer=3))}, r"artifact\.shape\.exit_layer"),
         ({"shape": asdict(replace(SHAPE, width=16))}, r"gate\.weight|up\.weight|down\.weight"),
         ({"target_revision": "other"}, r"artifact\.target_revision"),
