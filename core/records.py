@@ -12,7 +12,10 @@ SEED_LIMIT = 2**53
 """Seeds are whole numbers in [0, SEED_LIMIT)."""
 
 VerificationMode = Literal["invariant", "rejection", "block", "typical"]
-"""Keeps the text; the distribution, over trees or over chains by whole blocks; neither (approximate)."""
+"""What is kept: the text; the distribution (`block`: of chains, judged as a whole); with `typical` neither."""
+
+APPROXIMATE_MODES: frozenset[VerificationMode] = frozenset({"typical"})
+"""Those that change the distribution: refused unless the request allows them."""
 
 WorkerRole = Literal["router", "prefill", "decode"]
 RequestClass = Literal[

@@ -43,6 +43,8 @@ ACCEPTANCE_LENGTH: Final = "outrider.speculation.acceptance_length"
 POSITION_OFFERED: Final = "outrider.speculation.position.offered"
 POSITION_ACCEPTED: Final = "outrider.speculation.position.accepted"
 FALLBACK_REASON: Final = "outrider.speculation.fallback.reason"
+VERIFICATION: Final = "outrider.speculation.verification"
+APPROXIMATE: Final = "outrider.speculation.approximate"
 
 REQUEST_CLASS: Final = "outrider.request.class"
 REQUEST_ATTEMPT: Final = "outrider.request.attempt"

@@ -73,16 +73,23 @@ def sampling_from_wire(request: decode_pb2.DecodeRequest) -> SamplingParams:
     )
 
 
+_VERIFICATIONS: dict[VerificationMode, common_pb2.Verification] = {
+    "invariant": common_pb2.VERIFICATION_INVARIANT,
+    "rejection": common_pb2.VERIFICATION_REJECTION,
+    "block": common_pb2.VERIFICATION_BLOCK,
+    "typical": common_pb2.VERIFICATION_TYPICAL,
+}
+_MODES = {value: mode for mode, value in _VERIFICATIONS.items()}
+
+
 def verification_to_wire(mode: VerificationMode) -> common_pb2.Verification:
     """The wire's name of a verification mode."""
-    if mode == "rejection":
-        return common_pb2.VERIFICATION_REJECTION
-    return common_pb2.VERIFICATION_INVARIANT
+    return _VERIFICATIONS[mode]
 
 
 def verification_from_wire(value: common_pb2.Verification) -> VerificationMode:
-    """Unspecified means invariant."""
-    return "rejection" if value == common_pb2.VERIFICATION_REJECTION else "invariant"
+    """Unspecified, or a mode of a newer peer, means invariant."""
+    return _MODES.get(value, "invariant")
 
 
 def speculation_to_wire(params: SpeculationParams) -> common_pb2.SpeculationParams:

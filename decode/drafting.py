@@ -121,7 +121,7 @@ class Drafting:
             for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
                 if draft.fault:
                     self._note(choice, draft.fault)
-                if choice.draft_request.verification == "rejection":
+                if choice.draft_request.verification == "block":
                     draft = leading_chain(draft)
                 if draft.token_ids or draft.auxiliary_token_ids:
                     drafts[choice.key] = cut_draft(draft, budget.draft_length, budget.max_nodes)
@@ -175,6 +175,24 @@ def cut_draft(draft: Draft, depth: int, max_nodes: int) -> Draft:
     if num_rows <= max_nodes and (not depths or max(depths) <= depth):
         return draft
     kept = [node for node, node_depth in enumerate(depths) if node_depth <= depth][: max(0, max_nodes)]
+    return _of_nodes(draft, kept)
+
+
+def leading_chain(draft: Draft) -> Draft:
+    """The first child of the root, its first child, and so on: block verification takes chains only."""
+    if draft.is_chain:
+        return draft
+    first_children: dict[int, int] = {}
+    for node, parent in enumerate(draft.parents):
+        first_children.setdefault(parent, node)
+    kept: list[int] = []
+    while (node := first_children.get(kept[-1] + 1 if kept else 0)) is not None:
+        kept.append(node)
+    return _of_nodes(draft, kept)
+
+
+def _of_nodes(draft: Draft, kept: Sequence[int]) -> Draft:
+    """The draft of these nodes only, each with its parent, without auxiliary rows."""
     if not kept:
         return NO_DRAFT
     rows = {0: 0} | {node + 1: row + 1 for row, node in enumerate(kept)}
@@ -182,22 +200,10 @@ def cut_draft(draft: Draft, depth: int, max_nodes: int) -> Draft:
         draft,
         token_ids=tuple(draft.token_ids[node] for node in kept),
         parents=tuple(rows[draft.parents[node]] for node in kept),
-        draft_probs=None if draft.draft_probs is None else draft.draft_probs[kept],
-        sources=tuple(draft.sources[node] for node in kept) if draft.sources else (),
+        draft_probs=None if draft.draft_probs is None else draft.draft_probs[list(kept)],
         auxiliary_token_ids=(),
         auxiliary_parents=(),
-    )
-
-
-def leading_chain(draft: Draft) -> Draft:
-    """The first rows of a draft, as long as each is the child of the one before: rejection takes chains only."""
-    if draft.is_chain:
-        return draft
-    length = next(row for row, parent in enumerate(draft.parents) if parent != row)
-    return Draft(
-        token_ids=draft.token_ids[:length],
-        parents=draft.parents[:length],
-        draft_probs=None if draft.draft_probs is None else draft.draft_probs[:length],
+        sources=tuple(draft.sources[node] for node in kept) if draft.sources else (),
     )
 
 

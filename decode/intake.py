@@ -87,7 +87,7 @@ class RequestFactory:
             choice=index,
             verification=speculation.verification,
             hidden=lambda start, end: self._kv.read_hidden(_table_of(choice), start, end),
-            draft_width=1 if speculation.verification == "rejection" else width,
+            draft_width=1 if speculation.verification == "block" else width,
             table=lambda: _table_of(choice),
             request_class=job.request_class,
             isolation=f"{job.claims.tenant}/{job.claims.cache_salt.hex()}",

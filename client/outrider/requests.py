@@ -1,19 +1,22 @@
 """From keyword options to a GenerateRequest. What can be seen to be wrong here is refused before sending."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NoReturn, TypedDict
+from typing import NoReturn, TypedDict
 
 from outrider.errors import InvalidArgumentError
+from outrider.results import Verification
 from outrider.v1 import common_pb2, inference_pb2
 
 Prompt = str | Sequence[int]
 """Text as it is (no chat template), or token ids."""
 
-Verification = Literal["invariant", "rejection"]
-_VERIFICATIONS = {
+VERIFICATIONS: dict[Verification, common_pb2.Verification] = {
     "invariant": common_pb2.VERIFICATION_INVARIANT,
     "rejection": common_pb2.VERIFICATION_REJECTION,
+    "block": common_pb2.VERIFICATION_BLOCK,
+    "typical": common_pb2.VERIFICATION_TYPICAL,
 }
+"""What the wire calls each mode."""
 
 
 class Message(TypedDict):
@@ -129,9 +132,9 @@ def _set_speculation(speculation: common_pb2.SpeculationParams, options: Generat
         _assign(speculation, name, options.get(name), f"speculation.{name}")
     verification = options.get("verification")
     if verification is not None:
-        if verification not in _VERIFICATIONS:
-            _refuse("speculation.verification", f"{verification!r} is not one of {', '.join(_VERIFICATIONS)}")
-        speculation.verification = _VERIFICATIONS[verification]
+        if verification not in VERIFICATIONS:
+            _refuse("speculation.verification", f"{verification!r} is not one of {', '.join(VERIFICATIONS)}")
+        speculation.verification = VERIFICATIONS[verification]
 
 
 def _assign(target: object, name: str, value: object, field: str) -> None:

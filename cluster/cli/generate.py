@@ -35,6 +35,7 @@ def generate_command(
     draft_length: o.DraftLength = None,
     draft_width: o.DraftWidth = None,
     verification: o.Verification = None,
+    allow_approximate: o.AllowApproximate = False,
     request_class: o.RequestClass = None,
     idempotency_key: Annotated[str | None, typer.Option(help="Same key, same answer.")] = None,
     cache_salt: Annotated[str | None, typer.Option(help="Separates the prefix cache further.")] = None,
@@ -49,7 +50,8 @@ def generate_command(
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "seed": seed,
         "stop": stop, "n": n, "logprobs": logprobs, "ignore_eos": ignore_eos or None, "drafter": drafter,
         "draft_length": draft_length, "draft_width": draft_width, "verification": verification,
-        "request_class": request_class, "idempotency_key": idempotency_key, "cache_salt": cache_salt,
+        "allow_approximate": allow_approximate or None, "request_class": request_class,
+        "idempotency_key": idempotency_key, "cache_salt": cache_salt,
     }  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     if chat:

@@ -30,7 +30,13 @@ Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer;
 Drafter = Annotated[str | None, typer.Option(help="auto, none, or a drafter that the deployment offers.")]
 DraftLength = Annotated[int | None, typer.Option(help="Depth K of the draft; absent: Outrider chooses.")]
 DraftWidth = Annotated[int | None, typer.Option(help="Most children of a node; 1: a chain.")]
-Verification = Annotated[str | None, typer.Option(help="invariant or rejection.")]
+Verification = Annotated[
+    str | None,
+    typer.Option(help="invariant, rejection, block, or typical, which needs --allow-approximate."),
+]
+AllowApproximate = Annotated[
+    bool, typer.Option("--allow-approximate", help="The answer need not follow the model's distribution.")
+]
 RequestClass = Annotated[str | None, typer.Option(help="Absent: the router classifies.")]
 TimeoutS = Annotated[float | None, typer.Option("--timeout-s", help="Seconds that a request may take.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
@@ -72,6 +78,8 @@ def summary(result: Result) -> str:
             f"{sum(speculation.position_offered)} ({speculation.acceptance_rate:.0%}), "
             f"{speculation.acceptance_length or 0:.2f} tokens a step"
         )
+    if result.approximate:
+        parts.append(f"approximate: {result.verification} verification")
     if speculation.fallback_reason:
         parts.append(f"fell back: {speculation.fallback_reason}")
     parts.append(f"class {speculation.request_class}, seed {result.seed}, ended by {result.finish_reason}")

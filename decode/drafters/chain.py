@@ -34,6 +34,7 @@ class GrowingChain:
             verification=request.verification,
             history=request.history,
             path=path,
+            lane=request.draft_lane,
         )
 
     def take(self, drawn: DrawnToken) -> bool:

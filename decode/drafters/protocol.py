@@ -10,6 +10,12 @@ The decode loop calls, on the engine thread only:
     finish     once, on every path
 
 A drafter that raises is taken off the choice (fallback to `none`, counted); the step goes on.
+
+Under rejection and block verification a drafter that samples has a duty besides: which of the *sampled* nodes
+are handed over, in what order and how often, may depend only on what was known before each was drawn. Stop or
+prune by the parent's distribution, never by the token; siblings stay in the order drawn, equal ones are not merged,
+and scores may only choose below which node to draft on. Deterministic nodes may be pruned and ordered at will, by
+what does not depend on sampled ones. `Draft` says how both are told.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +58,8 @@ class DraftRequest:
     `hidden(start, end)` reads the captured planes of committed positions:
     Tensor [num hidden layers, end - start, hidden_dim]. `table()` is the choice's own table in the target's KV:
     a drafter may reserve and write slots behind its committed tokens, never commit. `isolation`: what the request
-    may share with others (tenant and salt); nothing learnt of one value may be seen under another.
+    may share with others (tenant and salt); nothing learnt of one value may be seen under another. `draft_lane`: the
+    lane of this drafter's draws (`DraftDraw.lane`), its own among drafters whose proposals meet in one tree.
     """
 
     key: int
@@ -66,6 +73,7 @@ class DraftRequest:
     table: Callable[[], BlockTable]
     request_class: str = "chat"
     isolation: str = ""
+    draft_lane: int = 0
 
 
 @dataclass(frozen=True, slots=True)

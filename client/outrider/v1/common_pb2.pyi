@@ -12,6 +12,8 @@ class Verification(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERIFICATION_UNSPECIFIED: _ClassVar[Verification]
     VERIFICATION_INVARIANT: _ClassVar[Verification]
     VERIFICATION_REJECTION: _ClassVar[Verification]
+    VERIFICATION_BLOCK: _ClassVar[Verification]
+    VERIFICATION_TYPICAL: _ClassVar[Verification]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -21,6 +23,8 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 VERIFICATION_UNSPECIFIED: Verification
 VERIFICATION_INVARIANT: Verification
 VERIFICATION_REJECTION: Verification
+VERIFICATION_BLOCK: Verification
+VERIFICATION_TYPICAL: Verification
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
