@@ -37,7 +37,8 @@ class DrafterNeeds:
     `hidden_layers`: layers whose planes must be kept with the KV. `bytes_per_token`: its own state.
     `noise`: invariant verification shares its noise with a drafter that samples; rejection never does.
     `largest_position`: past it the drafter is not asked (None: no limit). `auxiliary_rows`: rows of the target
-    that a draft may want beside its nodes, evaluated for the drafter alone.
+    that a draft may want beside its nodes, evaluated for the drafter alone. `rollback_threshold`: of a drafter named
+    in `APPROXIMATE_DRAFTERS`, -log of the target's probability up to which its chains' tokens are kept.
     """
 
     max_draft_length: int
@@ -49,6 +50,7 @@ class DrafterNeeds:
     max_draft_width: int = 1
     default_draft_width: int = 1
     auxiliary_rows: int = 0
+    rollback_threshold: float | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from decode.draft import VerifyItem
 from decode.sampling import sampler
 from decode.sampling.noise import Stream
 from decode.sampling.sampler import LogprobRequest, Walk
-from decode.sampling.step_items import DrawItem
+from decode.verification.distributions import draw_item
 
 
 def verify_relaxed(items: Sequence[VerifyItem], logits: torch.Tensor) -> list[Walk]:
@@ -28,7 +28,10 @@ def verify_relaxed(items: Sequence[VerifyItem], logits: torch.Tensor) -> list[Wa
     ]
     logprobs = iter([row[0][1] if row else float("nan") for row in sampler.logprobs(requests, logits)])
     kept = [_num_kept([next(logprobs) for _ in item.draft.token_ids], item) for item in items]
-    draws = [_draw_behind(item, count) for item, count in zip(items, kept, strict=True)]
+    draws = [
+        draw_item(item, count, item.draft.token_ids[:count], Stream.SHARED)
+        for item, count in zip(items, kept, strict=True)
+    ]
     return [
         Walk(
             tuple(range(1, count + 1)),
@@ -47,17 +50,3 @@ def _num_kept(logprobs: Sequence[float], item: VerifyItem) -> int:
         if not -logprob <= threshold:
             return depth
     return len(logprobs)
-
-
-def _draw_behind(item: VerifyItem, count: int) -> DrawItem:
-    """The target's own draw behind the first `count` draft tokens."""
-    return DrawItem(
-        sampling=item.sampling,
-        seed=item.seed,
-        choice=item.choice,
-        position=item.position + count,
-        history=item.history,
-        logits_row=item.logits_start + count,
-        stream=Stream.SHARED,
-        path=item.draft.token_ids[:count],
-    )

@@ -10,8 +10,9 @@ import pytest
 from core.errors import InvalidArgument
 from core.records import SamplingParams, SpeculationParams
 from core.settings import BildSettings, CascadeSettings, DecodeSettings, DraftersSettings, DraftModelSettings
-from tests.integration.decode.conftest import prompt_of
+from tests.integration.decode.conftest import VOCAB, prompt_of
 from tests.support.decode_stand import DecodeStand, decode_stand
+from tests.support.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, seed=7)
 HOT = SamplingParams(temperature=12.0, max_tokens=40, seed=7)
@@ -38,11 +39,16 @@ async def loose(tiny_model: Path, draft_model: Path, script: Path) -> AsyncItera
 
 
 @pytest.mark.parametrize("speculation", [BILD, CASCADE], ids=["bild", "cascade"])
-async def test_without_leave_they_are_refused(loose: DecodeStand, speculation: SpeculationParams) -> None:
-    request = loose.request(PROMPTS[0], GREEDY, replace(speculation, allow_approximate=False))
-    answer = await loose.answer(request)
-    assert isinstance(answer.error, InvalidArgument)
-    assert "allow_approximate" in answer.error.message
+async def test_without_leave_or_with_another_rule_they_are_refused(
+    loose: DecodeStand, speculation: SpeculationParams
+) -> None:
+    for changed, told in (
+        (replace(speculation, allow_approximate=False), "allow_approximate"),
+        (replace(speculation, verification="rejection"), "a rule of its own"),
+    ):
+        answer = await loose.answer(loose.request(PROMPTS[0], GREEDY, changed))
+        assert isinstance(answer.error, InvalidArgument)
+        assert told in answer.error.message
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
@@ -72,9 +78,10 @@ async def test_bild_without_slack_gives_the_plain_answer(
 
 
 async def test_a_hard_answer_is_the_targets_but_for_its_first_tokens(
-    tiny_model: Path, draft_model: Path, script: Path
+    tiny_model: Path, script: Path, tmp_path: Path
 ) -> None:
-    async with decode_stand(tiny_model, script, decode=settings_of(draft_model, 1e9, 1.0)) as stand:
+    unsure = make_tiny_model(tmp_path / "unsure", layers=1, vocab=VOCAB, seed=5, logit_scale=0.1)
+    async with decode_stand(tiny_model, script, decode=settings_of(unsure, 1e9, 1.0)) as stand:
         answers = await asyncio.gather(*(stand.ask(prompt, HOT, CASCADE) for prompt in PROMPTS))
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert len(answer.ids) == 40
