@@ -17,6 +17,9 @@ VerificationMode = Literal["invariant", "rejection", "block", "typical"]
 APPROXIMATE_MODES: frozenset[VerificationMode] = frozenset({"typical"})
 """Those that change the distribution: refused unless the request allows them."""
 
+APPROXIMATE_DRAFTERS: frozenset[str] = frozenset({"bild", "cascade"})
+"""Drafters with an acceptance rule of their own that changes the distribution: refused alike."""
+
 WorkerRole = Literal["router", "prefill", "decode"]
 RequestClass = Literal[
     "structured", "code", "chat", "reasoning", "creative", "translation", "summarisation", "batch"
@@ -79,6 +82,13 @@ class SpeculationParams:
     draft_width: int | None = None
     verification: VerificationMode = "invariant"
     allow_approximate: bool = False
+
+    @property
+    def approximation(self) -> str:
+        """The verification mode or drafter that changes the distribution; "": none does."""
+        if self.verification in APPROXIMATE_MODES:
+            return self.verification
+        return self.drafter if self.drafter in APPROXIMATE_DRAFTERS else ""
 
 
 @dataclass(frozen=True, slots=True)

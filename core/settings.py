@@ -72,6 +72,30 @@ class NgramSettings(Section):
     max_draft_length: int = Field(16, ge=1, le=64)
 
 
+class BildSettings(Section):
+    """Big Little Decoder with the draft model (`draft_model` must be set); approximate."""
+
+    fallback_threshold: float = Field(
+        0.5, ge=0, le=1, description="The draft stops where its largest probability is below."
+    )
+    rollback_threshold: float = Field(
+        2.0, ge=0, description="-log of the target's probability up to which a draft token is kept."
+    )
+    draft_length: int = Field(8, ge=1, le=64)
+    max_draft_length: int = Field(16, ge=1, le=64)
+
+
+class CascadeSettings(Section):
+    """Easy answers by the draft model (`draft_model` must be set), hard ones by the target; approximate."""
+
+    confidence_threshold: float = Field(
+        0.6, ge=0, le=1, description="Mean of the draft's largest probabilities from which an answer is easy."
+    )
+    first_tokens: int = Field(4, ge=1, description="Tokens before an answer may become hard.")
+    draft_length: int = Field(16, ge=1, le=64)
+    max_draft_length: int = Field(16, ge=1, le=64)
+
+
 class RestSettings(Section):
     """Retrieval from a corpus that `outrider corpus build` made."""
 
@@ -206,6 +230,21 @@ class RecursiveSettings(Section):
     ngram: NgramSettings = NgramSettings()
 
 
+class LayerSkipSettings(Section):
+    """The target's first layers as a draft, behind which a trained adapter speaks."""
+
+    artifact: str | None = Field(
+        None,
+        description="Folder of a trained exit. None: untrained, through the whole head; slow, seldom right.",
+    )
+    exit_layer: int | None = Field(
+        None, ge=1, description="Layers that a draft runs. None: the artifact's, or half of them without one."
+    )
+    draft_length: int = Field(3, ge=1, le=64, description="Default K.")
+    max_draft_length: int = Field(8, ge=1, le=64)
+    quantisation: Quantisation = Field("none", description="Of the adapter's weights and its output rows.")
+
+
 class ScriptedSettings(Section):
     """The test drafter: proposes what a file says, right or wrong, in any tree. Never for production."""
 
@@ -235,6 +274,9 @@ class DraftersSettings(Section):
     shipped: bool = Field(True, description="Host the heads that ship for the target, where there are any.")
     lookahead: LookaheadSettings | None = LookaheadSettings()
     cache: CacheSettings | None = CacheSettings()
+    layerskip: LayerSkipSettings | None = None
+    bild: BildSettings | None = None
+    cascade: CascadeSettings | None = None
     scripted: ScriptedSettings | None = None
 
 

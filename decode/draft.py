@@ -63,6 +63,8 @@ class VerifyItem:
 
     `logits_start` is the logits row of the root; node j's row is logits_start + 1 + j.
     `seed` and `choice` key the noise; `history` holds prompt and output up to the root, root included.
+    `rollback_threshold`: -log t(x) up to which a drafted x is kept, whatever `verification` says (approximate; None:
+    exact); see `verification/relaxed.py`.
     """
 
     sampling: SamplingParams
@@ -73,6 +75,7 @@ class VerifyItem:
     logits_start: int
     draft: Draft = NO_DRAFT
     verification: VerificationMode = "invariant"
+    rollback_threshold: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

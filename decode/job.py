@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from core.errors import FailedPrecondition, InvalidArgument, PermissionDenied
 from core.identity import WorkerIdentity
 from core.prefix_hash import prompt_digest
-from core.records import APPROXIMATE_MODES, PrefillPeer, SamplingParams, SpeculationParams, TicketClaims
+from core.records import (
+    APPROXIMATE_DRAFTERS,
+    APPROXIMATE_MODES,
+    PrefillPeer,
+    SamplingParams,
+    SpeculationParams,
+    TicketClaims,
+)
 from core.wire import peer_from_wire, sampling_from_wire, speculation_from_wire
 from outrider.v1 import common_pb2, decode_pb2
 
@@ -119,12 +126,7 @@ def check_job(job: DecodeJob, limits: JobLimits) -> None:
         f"the prompt has {prompt_tokens} tokens, this worker's KV pool has room for {limits.pool_tokens}",
     )
     _check_sampling(sampling, limits)
-    mode = job.speculation.verification
-    _require(
-        job.speculation.allow_approximate or mode not in APPROXIMATE_MODES,
-        "speculation.verification",
-        f"{mode} changes the distribution: set allow_approximate",
-    )
+    _check_approximation(job.speculation)
     for entry in job.committed:
         _require(0 <= entry.index < sampling.n, "committed.index", f"{entry.index} of {sampling.n} choices")
         _check_ids("committed.token_ids", entry.token_ids, limits.vocab_size)
@@ -136,6 +138,26 @@ def check_job(job: DecodeJob, limits: JobLimits) -> None:
             len(entry.token_ids) <= longest,
             "committed.token_ids",
             f"{prompt_tokens} + {len(entry.token_ids)} tokens, there is room for {prompt_tokens + longest}",
+        )
+
+
+def _check_approximation(speculation: SpeculationParams) -> None:
+    mode, drafter = speculation.verification, speculation.drafter
+    _require(
+        speculation.allow_approximate or mode not in APPROXIMATE_MODES,
+        "speculation.verification",
+        f"{mode} changes the distribution: set allow_approximate",
+    )
+    if drafter in APPROXIMATE_DRAFTERS:
+        _require(
+            speculation.allow_approximate,
+            "speculation.drafter",
+            f"{drafter} changes the distribution: set allow_approximate",
+        )
+        _require(
+            mode == "invariant",
+            "speculation.verification",
+            f"{drafter} accepts by a rule of its own, not {mode}",
         )
 
 

@@ -241,6 +241,7 @@ def _verify_item(item: _Stepping, logits_start: int) -> VerifyItem:
         logits_start=logits_start,
         draft=item.draft,
         verification=draft_request.verification,
+        rollback_threshold=choice.drafter.needs.rollback_threshold,
     )
 
 

@@ -1,7 +1,15 @@
 """From a GenerateRequest to core records, or InvalidArgument naming the field (DESIGN §8, CASES B51)."""
 
 from core.errors import InvalidArgument
-from core.records import APPROXIMATE_MODES, REQUEST_CLASSES, RequestClass, SamplingParams, SpeculationParams
+from core.records import (
+    APPROXIMATE_DRAFTERS,
+    APPROXIMATE_MODES,
+    REQUEST_CLASSES,
+    RequestClass,
+    SamplingParams,
+    SpeculationParams,
+    VerificationMode,
+)
 from core.settings import RouterSettings
 from core.wire import verification_from_wire
 from outrider.v1 import common_pb2, inference_pb2
@@ -172,6 +180,8 @@ def _check_speculation(
         raise InvalidArgument(
             "speculation.verification", f"{verification} changes the distribution: set allow_approximate"
         )
+    if drafter in APPROXIMATE_DRAFTERS:
+        _check_approximate_drafter(drafter, verification, message.allow_approximate)
     return SpeculationParams(
         drafter=drafter,
         draft_length=_draft_length(message, drafter, offer, max_length),
@@ -179,6 +189,17 @@ def _check_speculation(
         verification=verification,
         allow_approximate=message.allow_approximate,
     )
+
+
+def _check_approximate_drafter(drafter: str, verification: VerificationMode, allowed: bool) -> None:
+    if not allowed:
+        raise InvalidArgument(
+            "speculation.drafter", f"{drafter} changes the distribution: set allow_approximate"
+        )
+    if verification != "invariant":
+        raise InvalidArgument(
+            "speculation.verification", f"{drafter} accepts by a rule of its own, not {verification}"
+        )
 
 
 def _draft_length(

@@ -8,12 +8,13 @@ from core.errors import InvalidArgument
 from decode.drafters.artifact import ArtifactManifest, read_manifest, read_tensors
 from training.eagle import EagleHead
 from training.eagle3 import Eagle3Head
+from training.exit_head import ExitHead
 from training.head import DraftHead
 from training.medusa import MedusaHeads
 from training.mtp import MtpHead
 
 KINDS: Final[Mapping[str, Callable[[ArtifactManifest], DraftHead]]] = {
-    kind.kind: kind.of for kind in (EagleHead, Eagle3Head, MtpHead, MedusaHeads)
+    kind.kind: kind.of for kind in (EagleHead, Eagle3Head, ExitHead, MtpHead, MedusaHeads)
 }
 
 

@@ -79,7 +79,8 @@ def summary(result: Result) -> str:
             f"{speculation.acceptance_length or 0:.2f} tokens a step"
         )
     if result.approximate:
-        parts.append(f"approximate: {result.verification} verification")
+        invariant = result.verification == "invariant"
+        parts.append(f"approximate: {'its drafter' if invariant else f'{result.verification} verification'}")
     if speculation.fallback_reason:
         parts.append(f"fell back: {speculation.fallback_reason}")
     parts.append(f"class {speculation.request_class}, seed {result.seed}, ended by {result.finish_reason}")

@@ -11,6 +11,7 @@ from cluster.cli import options as o
 from cluster.cli.train_heads import (
     eagle3_command,
     eagle_command,
+    exit_command,
     judge_command,
     medusa_command,
     mtp_command,
@@ -30,6 +31,7 @@ train_app.command("eagle3")(eagle3_command)
 train_app.command("eagle")(eagle_command)
 train_app.command("mtp")(mtp_command)
 train_app.command("medusa")(medusa_command)
+train_app.command("exit")(exit_command)
 train_app.command("judge")(judge_command)
 train_app.command("import")(import_command)
 TEMPERATURES: Final = (0.0, 0.0, 0.0, 0.7, 1.0)

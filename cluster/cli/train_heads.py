@@ -151,6 +151,36 @@ def medusa_command(
     _print_judged(judged, as_json)
 
 
+def exit_command(
+    rollouts: Rollouts,
+    out: Out,
+    exit_layer: Annotated[int, typer.Option(min=1, help="Layers of the target that a draft runs.")],
+    model: Model = DEFAULT_MODEL,
+    draft_vocab: DraftVocab = 8192,
+    width: Annotated[int, typer.Option(min=16, help="Width of the adapter behind them.")] = 1536,
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Drafts of this depth are judged.")] = 5,
+    epochs: Epochs = 2,
+    tokens: Tokens = None,
+    batch: BatchSize = 8,
+    learning_rate: LearningRate = 1e-3,
+    seed: Seed = 0,
+    features: FeatureFolder = None,
+    threads: Threads = 2,
+    as_json: o.Json = False,
+) -> None:
+    """Train an exit for layerskip on rollouts, judge it on some held back. Ctrl-C checkpoints, as with the others."""
+    from training.exit_head import ExitOptions
+    from training.run_head import HeadRun
+    from training.trainer import TrainingPlan
+
+    plan = TrainingPlan(epochs, tokens, batch, learning_rate, seed=seed)
+    with _refusals():
+        options = ExitOptions(exit_layer, draft_vocab, width, depth)
+        run = HeadRun(_place(model, features, threads), out, options, plan)
+        judged = _train(rollouts, run)
+    _print_judged(judged, as_json)
+
+
 def judge_command(
     artifact: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a trained head.")],
     rollouts: Rollouts,

@@ -58,6 +58,7 @@ class DraftModelDrafter:
     ) -> None:
         """`num_token_ids`: leading ids that may be drafted. `target_vocab`: width of the target's logits."""
         self._engine = engine
+        self._settings = settings
         self._kv = engine.kv
         self._num_token_ids = num_token_ids
         self._target_vocab = target_vocab
@@ -217,10 +218,23 @@ class DraftModelDrafter:
             rows += range(start + wanted - len(tree.open), start + wanted)
             self._kv.commit(state.table, len(state.request.history.token_ids) - 1, keep_reserved=True)
         logits = result.logits if len(rows) == len(result.logits) else result.logits[rows]
-        drawn = iter(_draw(draws, self._to_target_ids(logits), widths))
+        wide = self._to_target_ids(logits)
+        drawn = _draw(draws, wide, widths)
+        owners = [state.request for state in live if state.tree is not None for _ in state.tree.open]
+        for index, ends in enumerate(self._end_before(owners, wide)):
+            if ends:
+                drawn[index] = None
+        rest = iter(drawn)
         for state in live:
             assert state.tree is not None
-            state.tree.take([next(drawn) for _ in state.tree.open], self._num_token_ids)
+            state.tree.take([next(rest) for _ in state.tree.open], self._num_token_ids)
+
+    def _end_before(self, requests: Sequence[DraftRequest], logits: Tensor) -> Sequence[bool]:
+        """Whether the draft of a request ends before the token that its row says; empty: none does.
+
+        logits: Tensor  # [requests, target vocabulary]
+        """
+        return ()
 
     def _draftable(self, guess: Sequence[int]) -> Sequence[int]:
         """Up to the first id that may not be drafted."""

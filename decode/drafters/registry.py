@@ -4,12 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from core.clock import Clock, SystemClock
+from core.errors import InvalidArgument
 from core.settings import DraftersSettings
 from core.tokenizer import Tokenizer
+from decode.drafters.bild import BildDrafter
 from decode.drafters.cache import CacheDrafter
+from decode.drafters.cascade import CascadeDrafter
 from decode.drafters.composition import add_composed
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.heads import head_layers, head_settings, load_head
+from decode.drafters.layerskip import LayerSkipDrafter
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.medusa import MedusaDrafter
 from decode.drafters.medusa_artifact import medusa_layers
@@ -57,7 +61,10 @@ def build_drafters(
     if settings.ngram is not None:
         drafters.append(NgramDrafter(settings.ngram))
     if settings.draft_model is not None:
-        drafters.append(DraftModelDrafter.load(settings.draft_model, engine, tokenizer))
+        draft = DraftModelDrafter.load(settings.draft_model, engine, tokenizer)
+        drafters += [draft, *_approximate(settings, draft)]
+    elif settings.bild is not None or settings.cascade is not None:
+        raise InvalidArgument("drafters.draft_model", "bild and cascade draft with it: it must be set")
     if settings.rest is not None:
         drafters.append(RestDrafter.load(settings.rest, tokenizer, engine.config.vocab_size))
     for name, head in head_settings(settings).items():
@@ -69,6 +76,8 @@ def build_drafters(
         drafters.append(CacheDrafter(settings.cache, vocab_size))
     if settings.medusa is not None:
         drafters.append(MedusaDrafter.load(settings.medusa, engine, tokenizer))
+    if settings.layerskip is not None:
+        drafters.append(LayerSkipDrafter.load(settings.layerskip, engine, tokenizer))
     if settings.scripted is not None:
         script = Script(Path(settings.scripted.script))
         vocab_size = min(tokenizer.vocab_size, engine.config.vocab_size)
@@ -77,3 +86,13 @@ def build_drafters(
     hosted = {drafter.name: drafter for drafter in drafters}
     add_composed(hosted, settings, clock or SystemClock(), step_seconds)
     return hosted
+
+
+def _approximate(settings: DraftersSettings, draft: DraftModelDrafter) -> list[Drafter]:
+    """Those that change the distribution; they share the draft model."""
+    drafters: list[Drafter] = []
+    if settings.bild is not None:
+        drafters.append(BildDrafter(draft, settings.bild))
+    if settings.cascade is not None:
+        drafters.append(CascadeDrafter(draft, settings.cascade))
+    return drafters

@@ -11,6 +11,7 @@ from decode.sampling.sampler import LogprobRequest, Walk
 from decode.verification.block import verify_block
 from decode.verification.invariant import invariant_draw
 from decode.verification.rejection import verify_tree
+from decode.verification.relaxed import verify_relaxed
 from decode.verification.typical import verify_typical
 
 _WEIGHERS: Mapping[VerificationMode, Callable[[VerifyItem, torch.Tensor], Walk]] = {
@@ -24,14 +25,19 @@ _WEIGHERS: Mapping[VerificationMode, Callable[[VerifyItem, torch.Tensor], Walk]]
 def verify(items: Sequence[VerifyItem], logits: torch.Tensor) -> list[Verdict]:
     """One verdict for each item, in order. `logits` [rows, vocabulary] float32, raw; not changed.
 
-    Raises ValueError for a tree under block verification. NaN, inf or constraints that leave nothing become
+    Raises ValueError for a tree under block or relaxed verification. NaN, inf or constraints that leave nothing become
     `Verdict.error` of that item alone.
     """
     rows = sampler.as_rows(logits)
-    invariant = [index for index, item in enumerate(items) if item.verification == "invariant"]
+    relaxed = [index for index, item in enumerate(items) if item.rollback_threshold is not None]
     walks: dict[int, Walk] = dict(
-        zip(invariant, sampler.walk([invariant_draw(items[index]) for index in invariant], rows), strict=True)
+        zip(relaxed, verify_relaxed([items[index] for index in relaxed], rows), strict=True)
     )
+    invariant = [
+        index for index, item in enumerate(items) if item.verification == "invariant" and index not in walks
+    ]
+    drawn = sampler.walk([invariant_draw(items[index]) for index in invariant], rows)
+    walks.update(zip(invariant, drawn, strict=True))
     for index, item in enumerate(items):
         if index not in walks:
             walks[index] = _WEIGHERS[item.verification](item, rows)
