@@ -12,7 +12,8 @@ from decode.drafting import cut_draft, leading_chain
 def drafts(draw: st.DrawFn) -> Draft:
     size = draw(st.integers(0, 12))
     parents = tuple(draw(st.integers(0, node)) for node in range(size))
-    return Draft(tuple(range(100, 100 + size)), parents, torch.arange(float(size))[:, None])
+    probs = torch.arange(float(size))[:, None]
+    return Draft(tuple(range(100, 100 + size)), parents, probs, sources=tuple(range(size)))
 
 
 @settings(deadline=None)
@@ -26,14 +27,23 @@ def test_a_cut_draft_keeps_paths_and_probabilities_of_the_nodes_that_stay(
     assert set(paths(cut)) <= set(paths(draft))
     if cut.draft_probs is not None:
         assert cut.draft_probs[:, 0].tolist() == [float(token_id - 100) for token_id in cut.token_ids]
+    assert cut.sources == tuple(token_id - 100 for token_id in cut.token_ids)
 
 
 @settings(deadline=None)
 @given(drafts())
-def test_a_leading_chain_is_a_chain_and_a_beginning(draft: Draft) -> None:
+def test_a_leading_chain_follows_first_children_to_a_leaf(draft: Draft) -> None:
     chain = leading_chain(draft)
     assert chain.is_chain
-    assert draft.token_ids[: len(chain.token_ids)] == chain.token_ids
+    row, path = 0, []
+    while row in draft.parents:
+        node = draft.parents.index(row)
+        path.append(node)
+        row = node + 1
+    assert chain.token_ids == tuple(draft.token_ids[node] for node in path)
+    assert chain.sources == tuple(draft.sources[node] for node in path)
+    if chain.draft_probs is not None:
+        assert chain.draft_probs[:, 0].tolist() == [float(node) for node in path]
 
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:
