@@ -61,9 +61,9 @@ def try_children(
     target_probs: Float64,
     trials: Sequence[Trial],
     without_replacement: bool,
-    accept_uniform: Callable[[int], float],
+    uniform_of: Callable[[int], float],
 ) -> Decision:
-    """Try `trials` in order on t [vocabulary]; `accept_uniform(i)` is the number of trial i."""
+    """Try `trials` in order on t [vocabulary]; `uniform_of(i)` is the number of trial i."""
     remaining = target_probs
     removed: dict[int, list[int]] = {}
     num_tried = 0
@@ -76,7 +76,7 @@ def try_children(
             continue
         num_tried += 1
         draft_prob = 1.0 if draft_probs is None else float(draft_probs[trial.token_id])
-        if accept_uniform(number) * draft_prob < float(remaining[trial.token_id]):
+        if uniform_of(number) * draft_prob < float(remaining[trial.token_id]):
             return Decision(trial, remaining, num_tried)
         remaining = residual_probs(remaining, draft_probs, trial.token_id)
     return Decision(None, remaining, num_tried)

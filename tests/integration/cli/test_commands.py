@@ -69,6 +69,15 @@ def test_generate_passes_every_option_on(server: ScriptedServer) -> None:
     assert server.router.metadata[0]["x-outrider-tenant"] == "acme"
 
 
+def test_generate_says_that_an_answer_is_approximate(server: ScriptedServer) -> None:
+    arguments = "generate typical --raw --verification typical --allow-approximate --address"
+    done = CliRunner().invoke(app, [*arguments.split(), server.address])
+    assert done.exit_code == 0
+    assert "approximate: typical verification" in " ".join(done.stderr.split())
+    (request,) = server.router.requests
+    assert (request.speculation.verification, request.speculation.allow_approximate) == (4, True)
+
+
 def test_generate_as_json_prints_one_object(server: ScriptedServer) -> None:
     done = CliRunner().invoke(
         app, ["generate", "-", "--address", server.address, "--json"], input="from stdin"

@@ -123,7 +123,8 @@ BAD: list[tuple[str, Change]] = [
     ("speculation.draft_length", speculation(draft_length=-1)),
     ("speculation.draft_length", speculation(drafter="none", draft_length=4)),
     *[("speculation.draft_width", speculation(draft_width=value)) for value in (0, -1, 9, 10**6)],
-    ("speculation.draft_width", speculation(draft_width=2, verification=common_pb2.VERIFICATION_REJECTION)),
+    ("speculation.draft_width", speculation(draft_width=2, verification=common_pb2.VERIFICATION_BLOCK)),
+    ("speculation.verification", speculation(verification=common_pb2.VERIFICATION_TYPICAL)),
     ("speculation.verification", speculation(verification=17)),
     ("request_class", lambda request: setattr(request, "request_class", "poetry")),
     ("adapter", lambda request: setattr(request, "adapter", "lora-1")),
@@ -156,6 +157,8 @@ GOOD: list[Change] = [
     speculation(drafter="ngram", draft_length=16, draft_width=8),
     speculation(drafter="none", draft_length=0),
     speculation(allow_approximate=True),
+    speculation(allow_approximate=True, verification=common_pb2.VERIFICATION_TYPICAL),
+    speculation(draft_width=8, verification=common_pb2.VERIFICATION_REJECTION),
     resume([1, 2], seed=3, temperature=0.8),
     resume([1, 2]),
     token_ids(0, 99),
@@ -183,9 +186,11 @@ def test_a_class_may_be_given_in_several_spellings(spelling: str, known: str) ->
     assert check(Request(text="x", request_class=spelling)).request_class == known
 
 
-def test_rejection_verification_drafts_chains_by_default() -> None:
-    checked = check(changed(speculation(verification=common_pb2.VERIFICATION_REJECTION)))
-    assert checked.speculation.draft_width == 1
+def test_block_verification_drafts_chains_by_default_and_rejection_what_the_drafter_likes() -> None:
+    block = check(changed(speculation(verification=common_pb2.VERIFICATION_BLOCK)))
+    assert (block.speculation.verification, block.speculation.draft_width) == ("block", 1)
+    rejection = check(changed(speculation(verification=common_pb2.VERIFICATION_REJECTION)))
+    assert rejection.speculation.draft_width is None
 
 
 def test_drafter_names_are_not_judged_while_no_worker_is_known() -> None:
@@ -236,7 +241,7 @@ any_speculation = st.fixed_dictionaries(
         "drafter": st.sampled_from(["auto", "none", "ngram", "", "x"]),
         "draft_length": integers,
         "draft_width": integers,
-        "verification": st.integers(0, 4),
+        "verification": st.integers(0, 6),
         "allow_approximate": st.booleans(),
     },
 )
@@ -259,4 +264,5 @@ def test_whatever_comes_is_refused_by_name_or_safe_for_a_worker(
     assert 0 <= safe.temperature < math.inf
     assert 0 <= safe.min_tokens <= safe.max_tokens <= SETTINGS.max_tokens_limit
     assert all(0 <= token < MODEL.vocab_size for token in (*ids, *safe.stop_token_ids, *safe.logit_bias))
+    assert checked.speculation.verification != "typical" or checked.speculation.allow_approximate
     assert checked.speculation.draft_length is None or 0 <= checked.speculation.draft_length <= 16
