@@ -4,6 +4,7 @@ Nodes are the tokens drawn; rows are the nodes that the model itself evaluates, 
 to have none never becomes a row, so what the target accepts is at most one token longer than the rows along its path.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -98,7 +99,9 @@ class BestFirstGrowth:
     Chooses by what was drawn: only where verification does not weigh the draft by its probabilities.
     """
 
-    def __init__(self, width: int, depth: int, max_nodes: int) -> None:
+    def __init__(self, width: int, depth: int, max_nodes: int, min_score: float = -math.inf) -> None:
+        """`min_score`: a path that scores less goes on no further."""
+        self._min_score = min_score
         self._width = width
         self._depth = depth
         self._max_nodes = max_nodes
@@ -113,8 +116,8 @@ class BestFirstGrowth:
         if not drawn or drawn[0].depth >= self._depth:
             return []
         kept = {id(node) for node in self.kept(nodes)}
-        best = sorted((node for node in drawn if id(node) in kept), key=lambda node: -node.score)
-        return best[: self._width]
+        good = [node for node in drawn if id(node) in kept and node.score >= self._min_score]
+        return sorted(good, key=lambda node: -node.score)[: self._width]
 
     def kept(self, nodes: Sequence[Node]) -> Sequence[Node]:
         """The root and the best; a child never scores better than its parent, and comes after it among equals."""
@@ -131,6 +134,19 @@ def growth_for(budget: DraftBudget) -> Growth:
     if request.is_weighed:
         return ShapeGrowth(usual_shape(nodes, depth, request.draft_width))
     return BestFirstGrowth(request.draft_width, depth, nodes)
+
+
+def confident_growth_for(budget: DraftBudget, min_probability: float) -> Growth:
+    """As `growth_for`, but a path that is less likely than `min_probability` goes on no further.
+
+    Not where the tokens drawn may not decide what is kept.
+    """
+    if budget.request.is_weighed:
+        return growth_for(budget)
+    nodes = max(1, budget.max_nodes)
+    depth = max(1, min(budget.draft_length, nodes))
+    min_score = math.log(min_probability) if min_probability > 0.0 else -math.inf
+    return BestFirstGrowth(budget.request.draft_width, depth, nodes, min_score)
 
 
 class DraftTree:

@@ -22,10 +22,11 @@ from core.records import SamplingParams
 from core.settings import MedusaSettings
 from core.tokenizer import Tokenizer
 from decode.draft import NO_DRAFT, Draft
-from decode.drafters.head_drafter import NOT_FINITE, takes_the_largest
+from decode.drafters.head_drafter import NOT_FINITE
 from decode.drafters.medusa_artifact import KIND, MAX_WIDTH, MedusaWeights, read_weights
 from decode.drafters.product_tree import Level, TreeShape, best_shape
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
+from decode.drafters.reduced_head import takes_the_largest
 from decode.sampling.draft_noise import DraftDraw, draw_children
 from engine.engine import Engine
 from engine.linear import Linear, pack

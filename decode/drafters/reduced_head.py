@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from core.records import SamplingParams
 from core.settings import Quantisation
 from decode.sampling.draft_noise import DraftDraw, DrawnToken, draw_draft
 from engine.engine import Engine
@@ -61,12 +62,16 @@ class ReducedHead:
 
 def is_plain_argmax(draw: DraftDraw) -> bool:
     """Whether the largest logit is what is drawn: greedy, and nothing of the pipeline changes or bans a logit."""
-    sampling = draw.sampling
+    return takes_the_largest(draw.sampling, draw.history.num_output + len(draw.path))
+
+
+def takes_the_largest(sampling: SamplingParams, num_output: int) -> bool:
+    """Whether the draw behind `num_output` answer tokens is the largest raw logit."""
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     return (
         sampling.greedy
         and penalties == (1.0, 0.0, 0.0)
         and not sampling.logit_bias
         and not any(sampling.bad_word_ids)
-        and draw.history.num_output + len(draw.path) >= sampling.min_tokens
+        and num_output >= sampling.min_tokens
     )
