@@ -309,8 +309,15 @@ class DecodeSettings(Section):
 class ClassPolicy(Section):
     """What `auto` means for a class of requests."""
 
-    drafter: str = "ngram"
+    drafter: str | tuple[str, ...] = Field(
+        "ngram", description="A name, or several: the first that is hosted."
+    )
     draft_length: int | None = Field(None, ge=0, le=64, description="Starting K; None: the drafter's.")
+
+    @property
+    def preference(self) -> tuple[str, ...]:
+        """Drafters, the best first."""
+        return (self.drafter,) if isinstance(self.drafter, str) else self.drafter
 
 
 class RouterSettings(Section):
