@@ -3,8 +3,17 @@
 from pathlib import Path
 
 from core.errors import InvalidArgument
-from core.settings import DraftersSettings, HeadSettings, MedusaSettings
+from core.settings import (
+    DraftersSettings,
+    HeadSettings,
+    LayerSkipSettings,
+    MedusaSettings,
+    Section,
+    SequoiaSettings,
+    SpecInferSettings,
+)
 from decode.drafters.artifact import read_manifest
+from decode.drafters.exit_adapter import KIND as EXIT
 from decode.drafters.heads import KINDS
 from decode.drafters.medusa_artifact import KIND as MEDUSA
 
@@ -24,10 +33,11 @@ def shipped_heads(model_revision: str, root: Path = _SHIPPED) -> dict[str, Path]
 def with_shipped(settings: DraftersSettings, model_revision: str, root: Path = _SHIPPED) -> DraftersSettings:
     """Settings in which every head has its folder: heads without one, and those that nobody spoke of, ship with us.
 
-    Raises InvalidArgument for a head that was asked for without a folder and does not ship for this target.
+    Where EAGLE-3 ships, `specinfer` and `sequoia` are made of it unless they are configured. Raises InvalidArgument for
+    a head that was asked for without a folder and does not ship for this target.
     """
     found = shipped_heads(model_revision, root)
-    update: dict[str, HeadSettings] = {}
+    update: dict[str, Section] = {}
     for name, kind in (*KINDS.items(), (MEDUSA, MEDUSA)):
         head: HeadSettings | None = getattr(settings, name)
         if head is None and settings.shipped and kind in found:
@@ -40,4 +50,19 @@ def with_shipped(settings: DraftersSettings, model_revision: str, root: Path = _
                 "no head of this kind ships for the target; name the folder of one",
             )
         update[name] = head.model_copy(update={"artifact": str(found[kind])})
+    if settings.shipped:
+        update |= _beside(settings, found)
     return settings.model_copy(update=update)
+
+
+def _beside(settings: DraftersSettings, found: dict[str, Path]) -> dict[str, Section]:
+    """What follows from the heads that ship, where the settings say nothing of it."""
+    update: dict[str, Section] = {}
+    exit_layer = settings.layerskip or LayerSkipSettings()
+    if EXIT in found and exit_layer.artifact is None and exit_layer.exit_layer is None:
+        update["layerskip"] = exit_layer.model_copy(update={"artifact": str(found[EXIT])})
+    if "eagle3" in found and settings.specinfer is None and settings.ngram is not None:
+        update["specinfer"] = SpecInferSettings(members=("ngram", "eagle3"))
+    if "eagle3" in found and settings.sequoia is None:
+        update["sequoia"] = SequoiaSettings(base="eagle3")
+    return update
