@@ -48,18 +48,23 @@ class Stage:
         self.config = config
         self.layers = layers
         self.kv = kv
-        self.row_plan = str(weights.row_plan)
+        self.weights = weights
         self._attention, pointwise = backends
         self._llama = Llama(weights, self._attention, pointwise)
 
     @classmethod
-    def load(cls, model: Path, settings: EngineSettings, layers: range) -> "Stage":
-        """Read what these layers need of `model`; of `settings.hidden_layers` its own are kept."""
+    def load(
+        cls, model: Path, settings: EngineSettings, layers: range, *, hold_all_hidden: bool = False
+    ) -> "Stage":
+        """Read what these layers need of `model`; of `settings.hidden_layers` its own are kept.
+
+        `hold_all_hidden`: there is room for the other stages' planes as well, which somebody else fills.
+        """
         torch.set_num_threads(settings.num_threads)
         files = open_model(model)
         config = files.config
         dtype = _DTYPES[settings.dtype]
-        own = tuple(layer for layer in settings.hidden_layers if layer in layers)
+        own = tuple(layer for layer in settings.hidden_layers if hold_all_hidden or layer in layers)
         layout = KvLayout(
             len(layers),
             config.num_kv_heads,
@@ -75,6 +80,11 @@ class Stage:
         with torch.inference_mode():
             weights = load_weights(files, dtype, torch.device("cpu"), layers=layers)
         return cls(config, layers, kv, weights, make_backends(part, settings, kv, max_context))
+
+    @property
+    def attention_name(self) -> str:
+        """Which attention runs, with its version."""
+        return self._attention.name
 
     @property
     def is_first(self) -> bool:
@@ -99,7 +109,8 @@ class Stage:
                 assert planes is not None
                 planes[kept.index(self.layers.start + index)].index_copy_(0, slots, output)
 
-            return self._llama.through(residual, [layer - self.layers.start for layer in kept], keep)
+            capture = [layer - self.layers.start for layer in kept if layer in self.layers]
+            return self._llama.through(residual, capture, keep)
 
     def logits(self, rows: StepRows, residual: Tensor) -> Tensor:
         """Of the wanted rows: [wanted rows, vocabulary] float32. Last stage only."""
