@@ -7,6 +7,7 @@ the caller go on meanwhile: at most `MOST_IN_FLIGHT` steps, answered in order. B
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -160,10 +161,8 @@ class PipelinedEngine(Engine):
 
     def close(self) -> None:
         """Say good-bye to the last stage and let go of everything."""
-        try:
+        with suppress(PipelineBroken):
             send_close(self._channel)
-        except PipelineBroken:
-            pass
         self._channel.close()
         del self._stage, self.weights
 
