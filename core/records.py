@@ -14,6 +14,9 @@ SEED_LIMIT = 2**53
 VerificationMode = Literal["invariant", "rejection", "block", "typical"]
 """Keeps the text; the distribution, over trees or over chains by whole blocks; neither (approximate)."""
 
+EarlyStopping = Literal[True, False, "never"]
+"""When a beam search ends that has `beam_width` finished hypotheses; see `decode/beam_search.py`."""
+
 WorkerRole = Literal["router", "prefill", "decode"]
 RequestClass = Literal[
     "structured", "code", "chat", "reasoning", "creative", "translation", "summarisation", "batch"
@@ -39,7 +42,10 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. `seed` is None only before the router has fixed it."""
+    """How the next token is drawn. `seed` is None only before the router has fixed it.
+
+    `beam_width` above 1: nothing is drawn, the answer is searched for; the two fields behind it are of that search.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -60,6 +66,9 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     ignore_eos: bool = False
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
     @property
     def greedy(self) -> bool:

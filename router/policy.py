@@ -88,6 +88,10 @@ def load_policies(policy_file: str | None) -> Mapping[RequestClass, ClassPolicy]
     return parse_policies(text)
 
 
+NO_DRAFTING = DraftPlan(SpeculationParams(NO_DRAFTER), False, "beam search drafts nothing")
+"""Of a request that is searched for."""
+
+
 def choose_drafting(
     requested: SpeculationParams, policy: ClassPolicy, hosted: frozenset[str], max_draft_length: int
 ) -> DraftPlan:
