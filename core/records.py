@@ -20,6 +20,9 @@ APPROXIMATE_MODES: frozenset[VerificationMode] = frozenset({"typical"})
 APPROXIMATE_DRAFTERS: frozenset[str] = frozenset({"bild", "cascade"})
 """Drafters with an acceptance rule of their own that changes the distribution: refused alike."""
 
+EarlyStopping = Literal[True, False, "never"]
+"""When a beam search ends that has `beam_width` finished hypotheses; see `decode/beam_search.py`."""
+
 WorkerRole = Literal["router", "prefill", "decode"]
 RequestClass = Literal[
     "structured", "code", "chat", "reasoning", "creative", "translation", "summarisation", "batch"
@@ -45,7 +48,10 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. `seed` is None only before the router has fixed it."""
+    """How the next token is drawn. `seed` is None only before the router has fixed it.
+
+    `beam_width` above 1: nothing is drawn, the answer is searched for; the two fields behind it are of that search.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -66,6 +72,9 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     ignore_eos: bool = False
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
     @property
     def greedy(self) -> bool:

@@ -283,7 +283,9 @@ class DraftersSettings(Section):
 class DecodeSettings(Section):
     """The decode worker."""
 
-    max_running: int = Field(32, ge=1, description="Choices in one step at most.")
+    max_running: int = Field(
+        32, ge=1, description="Choices in one step at most; a beam search counts as its beam_width."
+    )
     max_waiting: int = Field(256, ge=1)
     step_tokens: int = Field(
         256, ge=8, description="Rows a step at most: nodes, auxiliary nodes, own prefill."
@@ -328,6 +330,7 @@ class RouterSettings(Section):
     max_prompt_bytes: int = Field(4 * 2**20, ge=1024)
     max_tokens_limit: int = Field(32768, ge=1)
     max_n: int = Field(16, ge=1)
+    max_beam_width: int = Field(16, ge=1)
     max_draft_length: int = Field(64, ge=1)
     max_attempts: int = Field(4, ge=1)
     policy_file: str | None = Field(None, description="TOML: [class.NAME] drafter, draft_length. Reloadable.")

@@ -86,7 +86,9 @@ class DecodeWorker:
             vocab_size=min(tokenizer.vocab_size, engine.config.vocab_size),
             max_context=engine.max_context,
             pool_tokens=engine.kv.stats().total * engine.kv.layout.block_size,
+            block_size=engine.kv.layout.block_size,
             max_running=settings.max_running,
+            step_tokens=settings.step_tokens,
         )
         self._loop = DecodeLoop(
             Target(engine, self.limits.vocab_size),

@@ -94,6 +94,10 @@ def _first_hosted(policy: ClassPolicy, hosted: frozenset[str]) -> str:
     return known[0] if known else policy.preference[0]
 
 
+NO_DRAFTING = DraftPlan(SpeculationParams(NO_DRAFTER), False, "beam search drafts nothing")
+"""Of a request that is searched for."""
+
+
 def choose_drafting(
     requested: SpeculationParams, policy: ClassPolicy, hosted: frozenset[str], max_draft_length: int
 ) -> DraftPlan:

@@ -13,6 +13,7 @@ from core.records import (
 from core.settings import RouterSettings
 from core.wire import verification_from_wire
 from outrider.v1 import common_pb2, inference_pb2
+from router.validate_beams import check_beam_search
 from router.validate_sampling import check_sampling, check_token_ids
 from router.views import ChatTurn, CheckedRequest, Offer, PromptInput, ServedModel
 
@@ -48,8 +49,13 @@ def check_request(
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
         raise InvalidArgument("cache_salt", f"longer than {MAX_CACHE_SALT_CHARACTERS} characters")
     sampling = check_sampling(
-        request.sampling, model.vocab_size, min(settings.max_tokens_limit, model.max_context), settings.max_n
+        request.sampling,
+        model.vocab_size,
+        min(settings.max_tokens_limit, model.max_context),
+        settings.max_n,
+        settings.max_beam_width,
     )
+    check_beam_search(request)
     return CheckedRequest(
         prompt=_check_prompt(request, model, settings.max_prompt_bytes),
         sampling=sampling,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from core.errors import InvalidArgument
 from core.records import SEED_LIMIT, SamplingParams
 from outrider.v1 import common_pb2
+from router.validate_beams import check_early_stopping, check_length_penalty
 
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
@@ -25,7 +26,11 @@ _FIELD = "sampling"
 
 
 def check_sampling(
-    message: common_pb2.SamplingParams, vocab_size: int, max_tokens_limit: int, max_n: int
+    message: common_pb2.SamplingParams,
+    vocab_size: int,
+    max_tokens_limit: int,
+    max_n: int,
+    max_beam_width: int,
 ) -> SamplingParams:
     """The record of `message`, defaults filled in. Raises InvalidArgument naming the field.
 
@@ -39,6 +44,8 @@ def check_sampling(
     _check_range("min_tokens", message.min_tokens, 0, max_tokens)
     n = message.n if message.HasField("n") else 1
     _check_range("n", n, 1, max_n)
+    beam_width = message.beam_width if message.HasField("beam_width") else 1
+    _check_range("beam_width", beam_width, 1, max_beam_width)
     if message.HasField("seed") and message.seed >= SEED_LIMIT:
         raise InvalidArgument(f"{_FIELD}.seed", f"must be below 2^53, got {message.seed}")
     if message.HasField("logprobs"):
@@ -64,6 +71,9 @@ def check_sampling(
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         n=n,
         ignore_eos=message.ignore_eos,
+        beam_width=beam_width,
+        length_penalty=check_length_penalty(message),
+        early_stopping=check_early_stopping(message),
     )
 
 

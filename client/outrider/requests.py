@@ -1,7 +1,7 @@
 """From keyword options to a GenerateRequest. What can be seen to be wrong here is refused before sending."""
 
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, TypedDict
+from typing import Literal, NoReturn, TypedDict
 
 from outrider.errors import InvalidArgumentError
 from outrider.results import Verification
@@ -17,6 +17,14 @@ VERIFICATIONS: dict[Verification, common_pb2.Verification] = {
     "typical": common_pb2.VERIFICATION_TYPICAL,
 }
 """What the wire calls each mode."""
+
+EarlyStopping = Literal["never"] | bool
+"""When a beam search that has `beam_width` whole answers ends: True, at once; False or "never", see the protocol."""
+_EARLY_STOPPING: dict[EarlyStopping, common_pb2.EarlyStopping] = {
+    False: common_pb2.EARLY_STOPPING_FALSE,
+    True: common_pb2.EARLY_STOPPING_TRUE,
+    "never": common_pb2.EARLY_STOPPING_NEVER,
+}
 
 
 class Message(TypedDict):
@@ -47,6 +55,9 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     n: int | None
     ignore_eos: bool | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: EarlyStopping | None
     drafter: str | None
     draft_length: int | None
     draft_width: int | None
@@ -63,6 +74,7 @@ class GenerateOptions(TypedDict, total=False):
 _SAMPLING_NUMBERS = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "seed", "logprobs", "n", "ignore_eos",
+    "beam_width", "length_penalty",
 )  # fmt: skip
 _SPECULATION_FIELDS = ("drafter", "draft_length", "draft_width", "allow_approximate")
 
@@ -114,6 +126,11 @@ def _add_message(chat: common_pb2.Chat, message: Message, field: str) -> None:
 def _set_sampling(sampling: common_pb2.SamplingParams, options: GenerateOptions) -> None:
     for name in _SAMPLING_NUMBERS:
         _assign(sampling, name, options.get(name), f"sampling.{name}")
+    early = options.get("early_stopping")
+    if early is not None:
+        if early not in ("never", True, False):
+            _refuse("sampling.early_stopping", f"{early!r} is not one of True, False, 'never'")
+        sampling.early_stopping = _EARLY_STOPPING[early]
     stop = options.get("stop")
     texts = {"stop": [stop] if isinstance(stop, str) else stop, "bad_words": options.get("bad_words")}
     for name, values in texts.items():

@@ -27,6 +27,13 @@ PresencePenalty = Annotated[float | None, typer.Option(help="0: off.")]
 FrequencyPenalty = Annotated[float | None, typer.Option(help="0: off.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")]
+BeamWidth = Annotated[int | None, typer.Option(help="Search for the likeliest answer with so many beams.")]
+LengthPenalty = Annotated[
+    float | None, typer.Option(help="Of beam search: score = Σ log-prob / length ^ this.")
+]
+EarlyStopping = Annotated[
+    str | None, typer.Option(help="Of beam search: true, false or never; see the protocol.")
+]
 Drafter = Annotated[str | None, typer.Option(help="auto, none, or a drafter that the deployment offers.")]
 DraftLength = Annotated[int | None, typer.Option(help="Depth K of the draft; absent: Outrider chooses.")]
 DraftWidth = Annotated[int | None, typer.Option(help="Most children of a node; 1: a chain.")]
@@ -46,6 +53,11 @@ PromptsFile = Annotated[
 
 errors = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 140)
 """Where everything but the answer goes."""
+
+
+def early_stopping_of(text: str | None) -> bool | str | None:
+    """What the client takes for the text of `--early-stopping`; an unknown one is left for it to refuse."""
+    return None if text is None else {"true": True, "false": False}.get(text.lower(), text)
 
 
 def connect(address: str, tenant: str | None = None, timeout_s: float | None = None) -> Client:
