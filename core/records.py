@@ -1,5 +1,6 @@
 """Records that cross module boundaries. Frozen, without tensors; `core/wire.py` maps them to protobuf."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -37,6 +38,22 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
+GrammarKind = Literal["json_schema", "regex", "ebnf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole answer must follow; `core/grammar.py` says what each kind may hold."""
+
+    kind: GrammarKind
+    text: str
+
+    @property
+    def digest(self) -> bytes:
+        """The same for the same grammar, by which compiled ones are kept."""
+        return hashlib.sha256(f"{self.kind}:{self.text}".encode()).digest()
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is drawn. `seed` is None only before the router has fixed it."""
@@ -60,6 +77,7 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -76,6 +94,15 @@ class SpeculationParams:
     draft_width: int | None = None
     verification: VerificationMode = "invariant"
     allow_approximate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingPace:
+    """K of an answer while it thinks aloud: `draft_length` behind the text `opening`, until `closing`."""
+
+    draft_length: int
+    opening: str
+    closing: str
 
 
 @dataclass(frozen=True, slots=True)

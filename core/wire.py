@@ -3,10 +3,13 @@
 from core.records import (
     ChoiceFinish,
     FinishReason,
+    Grammar,
+    GrammarKind,
     PrefillPeer,
     SamplingParams,
     SpeculationParams,
     SpeculationReport,
+    ThinkingPace,
     Timing,
     TokenLogprobs,
     Usage,
@@ -44,7 +47,15 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         message.seed = params.seed
     if params.logprobs is not None:
         message.logprobs = params.logprobs
+    if params.grammar is not None:
+        setattr(message, params.grammar.kind, params.grammar.text)
     return message
+
+
+def grammar_from_wire(message: common_pb2.SamplingParams) -> Grammar | None:
+    """What the answer must follow, if anything."""
+    kind: GrammarKind | None = message.WhichOneof("grammar")
+    return None if kind is None else Grammar(kind, getattr(message, kind))
 
 
 def sampling_from_wire(request: decode_pb2.DecodeRequest) -> SamplingParams:
@@ -70,7 +81,21 @@ def sampling_from_wire(request: decode_pb2.DecodeRequest) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         n=message.n if message.HasField("n") else 1,
         ignore_eos=message.ignore_eos,
+        grammar=grammar_from_wire(message),
     )
+
+
+def thinking_to_wire(pace: ThinkingPace) -> decode_pb2.ThinkingPace:
+    """K while the answer thinks aloud."""
+    return decode_pb2.ThinkingPace(draft_length=pace.draft_length, opening=pace.opening, closing=pace.closing)
+
+
+def thinking_from_wire(request: decode_pb2.DecodeRequest) -> ThinkingPace | None:
+    """The inverse of `thinking_to_wire`; None where the request has none."""
+    if not request.HasField("thinking"):
+        return None
+    message = request.thinking
+    return ThinkingPace(message.draft_length, message.opening, message.closing)
 
 
 def verification_to_wire(mode: VerificationMode) -> common_pb2.Verification:

@@ -35,6 +35,8 @@ class Pace:
         self, choices: Sequence[Choice], rooms: Sequence[tuple[int, int]], other_rows: int
     ) -> list[tuple[int, int]]:
         """(depth, nodes) for each choice; `rooms` are the largest possible ones."""
+        for choice in choices:
+            self._follow_thinking(choice)
         depths = [0] * len(choices)
         moved: list[int] = []
         for index, (choice, (room, _)) in enumerate(zip(choices, rooms, strict=True)):
@@ -51,6 +53,14 @@ class Pace:
             (depth, min(nodes, depth * choice.draft_request.draft_width))
             for choice, depth, (_, nodes) in zip(choices, depths, rooms, strict=True)
         ]
+
+    def _follow_thinking(self, choice: Choice) -> None:
+        """Another K to go on from where the answer begins or ends to think aloud; a fixed K stays."""
+        if choice.thinking is None or not choice.drafting:
+            return
+        length = choice.thinking.turn(choice.history.token_ids)
+        if length is not None:
+            self._controller.restart(choice.key, length)
 
     def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int) -> None:
         """Acceptance of one choice's draft in one step."""

@@ -40,7 +40,11 @@ def check_request(
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
         raise InvalidArgument("cache_salt", f"longer than {MAX_CACHE_SALT_CHARACTERS} characters")
     sampling = check_sampling(
-        request.sampling, model.vocab_size, min(settings.max_tokens_limit, model.max_context), settings.max_n
+        request.sampling,
+        model.vocab_size,
+        min(settings.max_tokens_limit, model.max_context),
+        settings.max_n,
+        settings.max_grammar_bytes,
     )
     return CheckedRequest(
         prompt=_check_prompt(request, model, settings.max_prompt_bytes),

@@ -231,6 +231,7 @@ def _takes_the_largest(request: DraftRequest) -> bool:
     sampling = request.sampling
     return (
         sampling.greedy
+        and request.grammar is None
         and sampling.repetition_penalty == 1.0
         and sampling.presence_penalty == 0.0
         and sampling.frequency_penalty == 0.0

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from core.records import SamplingParams, VerificationMode
 from decode.draft import Draft
-from decode.sampling.history import TokenHistory
+from decode.sampling.history import TokenConstraint, TokenHistory
 from engine.block_table import BlockTable
 
 
@@ -66,6 +66,12 @@ class DraftRequest:
     table: Callable[[], BlockTable]
     request_class: str = "chat"
     isolation: str = ""
+
+    @property
+    def grammar(self) -> TokenConstraint | None:
+        """What the answer must follow. `draw_draft` and `draw_children` heed it; who takes tokens otherwise need not
+        (what does not fit is dropped from the draft), but wastes nodes."""
+        return self.history.grammar
 
 
 @dataclass(frozen=True, slots=True)

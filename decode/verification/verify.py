@@ -7,6 +7,7 @@ import torch
 from core.records import TokenLogprobs
 from decode.draft import Verdict, VerifyItem
 from decode.sampling import sampler
+from decode.sampling.masking import masked_items, name_fault
 from decode.sampling.sampler import LogprobRequest, Walk
 from decode.verification.invariant import invariant_draw
 from decode.verification.rejection import verify_chain
@@ -22,6 +23,22 @@ def verify(items: Sequence[VerifyItem], logits: torch.Tensor) -> list[Verdict]:
         if item.verification == "rejection" and not item.draft.is_chain:
             raise ValueError("rejection verification takes chains only, got a tree")
     rows = sampler.as_rows(logits)
+    free = [index for index, item in enumerate(items) if item.history.grammar is None]
+    masked = [index for index, item in enumerate(items) if item.history.grammar is not None]
+    walks = dict(zip(free, _walks([items[index] for index in free], rows), strict=True))
+    if masked:
+        moved = masked_items([items[index] for index in masked], rows)
+        walks |= zip(masked, map(name_fault, moved[0], _walks(*moved)), strict=True)
+    ordered = [walks[index] for index in range(len(items))]
+    logprobs = _logprobs(items, ordered, rows)
+    return [
+        Verdict(walk.accepted_rows, walk.token_ids, tokens, walk.error)
+        for walk, tokens in zip(ordered, logprobs, strict=True)
+    ]
+
+
+def _walks(items: Sequence[VerifyItem], rows: torch.Tensor) -> list[Walk]:
+    """One walk for each item, each mode by its own rule."""
     invariant = [index for index, item in enumerate(items) if item.verification == "invariant"]
     walks: dict[int, Walk] = dict(
         zip(invariant, sampler.walk([invariant_draw(items[index]) for index in invariant], rows), strict=True)
@@ -29,12 +46,7 @@ def verify(items: Sequence[VerifyItem], logits: torch.Tensor) -> list[Verdict]:
     for index, item in enumerate(items):
         if index not in walks:
             walks[index] = verify_chain(item, rows)
-    ordered = [walks[index] for index in range(len(items))]
-    logprobs = _logprobs(items, ordered, rows)
-    return [
-        Verdict(walk.accepted_rows, walk.token_ids, tokens, walk.error)
-        for walk, tokens in zip(ordered, logprobs, strict=True)
-    ]
+    return [walks[index] for index in range(len(items))]
 
 
 def _logprobs(
