@@ -1,5 +1,6 @@
 """Records that cross module boundaries. Frozen, without tensors; `core/wire.py` maps them to protobuf."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -46,6 +47,22 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
+GrammarKind = Literal["json_schema", "regex", "ebnf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole answer must follow; `core/grammar.py` says what each kind may hold."""
+
+    kind: GrammarKind
+    text: str
+
+    @property
+    def digest(self) -> bytes:
+        """The same for the same grammar, by which compiled ones are kept."""
+        return hashlib.sha256(f"{self.kind}:{self.text}".encode()).digest()
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is drawn. `seed` is None only before the router has fixed it.
@@ -75,6 +92,7 @@ class SamplingParams:
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -98,6 +116,15 @@ class SpeculationParams:
         if self.verification in APPROXIMATE_MODES:
             return self.verification
         return self.drafter if self.drafter in APPROXIMATE_DRAFTERS else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingPace:
+    """K of an answer while it thinks aloud: `draft_length` behind the text `opening`, until `closing`."""
+
+    draft_length: int
+    opening: str
+    closing: str
 
 
 @dataclass(frozen=True, slots=True)

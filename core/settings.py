@@ -8,11 +8,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from core.errors import InvalidArgument
 
 Quantisation = Literal["none", "int8", "int4"]
+MAX_MARKER_CHARACTERS = 64
 _CHUNK_MARGIN_BYTES = 2**18
 """What a message of planes holds beside them."""
 
@@ -315,6 +316,22 @@ class ClassPolicy(Section):
         "ngram", description="A name, or several: the first that is hosted."
     )
     draft_length: int | None = Field(None, ge=0, le=64, description="Starting K; None: the drafter's.")
+    thinking_draft_length: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="K from the first thinking marker to the second; None: no change there.",
+    )
+    thinking_markers: tuple[str, str] = Field(
+        ("<think>", "</think>"), description="Texts around what the model thinks aloud."
+    )
+
+    @field_validator("thinking_markers")
+    @classmethod
+    def _markers_say_something(cls, markers: tuple[str, str]) -> tuple[str, str]:
+        if not all(1 <= len(marker) <= MAX_MARKER_CHARACTERS for marker in markers):
+            raise ValueError(f"a thinking marker has 1 to {MAX_MARKER_CHARACTERS} characters")
+        return markers
 
     @property
     def preference(self) -> tuple[str, ...]:
@@ -332,8 +349,12 @@ class RouterSettings(Section):
     max_n: int = Field(16, ge=1)
     max_beam_width: int = Field(16, ge=1)
     max_draft_length: int = Field(64, ge=1)
+    max_grammar_bytes: int = Field(2**16, ge=64, le=2**20, description="Of a JSON schema, regex or EBNF.")
+    grammar_timeout_s: float = Field(5.0, gt=0, description="Longest compilation of a grammar.")
     max_attempts: int = Field(4, ge=1)
-    policy_file: str | None = Field(None, description="TOML: [class.NAME] drafter, draft_length. Reloadable.")
+    policy_file: str | None = Field(
+        None, description="TOML: [class.NAME] drafter, draft_length, … Reloadable."
+    )
     registry_poll_s: float = Field(0.5, gt=0)
     stale_report_s: float = Field(10.0, gt=0)
     ticket_lifetime_s: float = Field(600.0, gt=0)

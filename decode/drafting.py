@@ -12,8 +12,9 @@ from core.clock import Clock
 from core.metrics import Metrics
 from decode.choice import Choice
 from decode.draft import NO_DRAFT, Draft
-from decode.drafters.protocol import DraftBudget, Drafter, Observation
+from decode.drafters.protocol import DraftBudget, Drafter, DraftRequest, Observation
 from decode.pace import Pace
+from decode.sampling.masking import allowed_part
 from decode.scheduler import PlannedChoice
 
 Result = TypeVar("Result")
@@ -126,6 +127,7 @@ class Drafting:
             for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
                 if draft.fault:
                     self._note(choice, draft.fault)
+                draft = _fitting(draft, choice.draft_request)
                 if choice.draft_request.verification == "block":
                     draft = leading_chain(draft)
                 if draft.num_rows:
@@ -234,6 +236,16 @@ def _keep_nodes(draft: Draft, kept: Sequence[int]) -> Draft:
         auxiliary_token_ids=tuple(auxiliary_token_ids),
         auxiliary_parents=tuple(auxiliary_parents),
     )
+
+
+def _fitting(draft: Draft, request: DraftRequest) -> Draft:
+    """The draft as far as the request's grammar allows it.
+
+    Sampled nodes stay where their tokens may not be looked at: those that came from `draw_draft` fit anyhow, and
+    others are never accepted.
+    """
+    weighed = draft.draft_probs is not None and request.is_weighed
+    return draft if request.grammar is None or weighed else allowed_part(draft, request.grammar)
 
 
 def _by_drafter(

@@ -37,6 +37,8 @@ class Pace:
         self, choices: Sequence[Choice], rooms: Sequence[tuple[int, int]], other_rows: int
     ) -> list[tuple[int, int]]:
         """(depth, rows) for each choice; `rooms` are the largest possible ones."""
+        for choice in choices:
+            self._follow_thinking(choice)
         lengths = [(0, 0)] * len(choices)
         moved: list[int] = []
         for index, (choice, room) in enumerate(zip(choices, rooms, strict=True)):
@@ -50,6 +52,14 @@ class Pace:
             for index, depth in zip(moved, self._controller.plan(entries, fixed_rows), strict=True):
                 lengths[index] = _within(choices[index], depth, rooms[index])
         return lengths
+
+    def _follow_thinking(self, choice: Choice) -> None:
+        """Another K to go on from where the answer begins or ends to think aloud; a fixed K stays."""
+        if choice.thinking is None or not choice.drafting:
+            return
+        length = choice.thinking.turn(choice.history.token_ids)
+        if length is not None:
+            self._controller.restart(choice.key, length)
 
     def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int, num_auxiliary: int = 0) -> None:
         """Acceptance of one choice's draft in one step.

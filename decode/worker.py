@@ -18,6 +18,7 @@ from decode.bring_in import Admissions, BringIn
 from decode.choice import Ended, Event, Request
 from decode.drafters.registry import build_drafters
 from decode.drafting import Drafting
+from decode.grammar_intake import GrammarIntake
 from decode.handoff import HandoffClient
 from decode.intake import RequestFactory
 from decode.job import DecodeJob, JobLimits, check_claims, check_job, job_from_wire
@@ -101,6 +102,7 @@ class DecodeWorker:
         )
         self._thread = EngineThread(self._loop.turn, self.clock, engine.turns, self._loop.has_work)
         self._factory = RequestFactory(self.drafters, settings, tokenizer, engine.kv, self.limits)
+        self._grammars = GrammarIntake(tokenizer, engine.config.vocab_size)
         self._client = HandoffClient(
             self.peer,
             engine.kv.layout,
@@ -134,6 +136,7 @@ class DecodeWorker:
         """End what still lives with UNAVAILABLE, then the thread. Idempotent."""
         self.ready = False
         await self.drain(0.0)
+        self._grammars.close()
         await self._client.close()
         closed = await asyncio.to_thread(self._thread.close, _CLOSE_TIMEOUT_S)
         if not closed:
@@ -267,6 +270,7 @@ class DecodeWorker:
         admissions = Admissions()
         request.on_admitted = admissions.announce
         try:
+            await self._grammars.constrain(request)
             live.handoff = await self._bring_in.run(request, admissions, deadline_s)
         except ServiceError as error:
             live.outbox.fail(error)

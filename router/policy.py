@@ -4,6 +4,8 @@ File (TOML), each key optional; a class that is missing keeps the default below:
     [class.code]
     drafter = ["eagle3", "ngram"]    # or one name; the first that the worker hosts
     draft_length = 8
+    thinking_draft_length = 12                  # K of `auto` while the model thinks aloud, between these:
+    thinking_markers = ["<think>", "</think>"]
 """
 
 import tomllib
@@ -14,7 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from core.errors import InvalidArgument
-from core.records import REQUEST_CLASSES, RequestClass, SpeculationParams
+from core.records import REQUEST_CLASSES, RequestClass, SpeculationParams, ThinkingPace
 from core.settings import ClassPolicy
 from router.validate import AUTO, CLASS_SPELLINGS, NO_DRAFTER
 
@@ -35,13 +37,14 @@ _FIELD = "router.policy_file"
 class DraftPlan:
     """How one attempt drafts on one worker. `fixed`: K was given by the client, the controller leaves it alone.
 
-    `fallback` names why the wanted drafter was not taken; empty: it was.
+    `fallback` names why the wanted drafter was not taken; empty: it was. `thinking`: another K while the model thinks.
     """
 
     speculation: SpeculationParams
     fixed: bool
     reason: str
     fallback: str = ""
+    thinking: ThinkingPace | None = None
 
 
 def parse_policies(text: str) -> Mapping[RequestClass, ClassPolicy]:
@@ -126,4 +129,8 @@ def choose_drafting(
         verification=requested.verification,
         allow_approximate=requested.allow_approximate,
     )
-    return DraftPlan(chosen, fixed, reason, fallback)
+    thinking = None
+    if policy.thinking_draft_length is not None and not fixed and drafter != NO_DRAFTER:
+        thinking_length = min(policy.thinking_draft_length, max_draft_length)
+        thinking = ThinkingPace(thinking_length, *policy.thinking_markers)
+    return DraftPlan(chosen, fixed, reason, fallback, thinking)

@@ -54,6 +54,7 @@ def check_request(
         min(settings.max_tokens_limit, model.max_context),
         settings.max_n,
         settings.max_beam_width,
+        settings.max_grammar_bytes,
     )
     check_beam_search(request)
     return CheckedRequest(

@@ -34,6 +34,9 @@ def generate_command(
     beam_width: o.BeamWidth = None,
     length_penalty: o.LengthPenalty = None,
     early_stopping: o.EarlyStopping = None,
+    json_schema: o.JsonSchema = None,
+    regex: o.Regex = None,
+    ebnf: o.Ebnf = None,
     drafter: o.Drafter = None,
     draft_length: o.DraftLength = None,
     draft_width: o.DraftWidth = None,
@@ -56,7 +59,9 @@ def generate_command(
         "allow_approximate": allow_approximate or None,
         "beam_width": beam_width, "length_penalty": length_penalty,
         "early_stopping": o.early_stopping_of(early_stopping),
-        "request_class": request_class, "idempotency_key": idempotency_key, "cache_salt": cache_salt,
+        "json_schema": o.text_of(json_schema, "--json-schema"), "ebnf": o.text_of(ebnf, "--ebnf"),
+        "regex": regex, "request_class": request_class, "idempotency_key": idempotency_key,
+        "cache_salt": cache_salt,
     }  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     if chat:

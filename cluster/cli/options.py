@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from core.environment import bearer_token
-from core.errors import ServiceError
+from core.errors import InvalidArgument, ServiceError
 from outrider import Client, InvalidArgumentError, OutriderError, Result
 from outrider.calls import NO_SERVER
 
@@ -33,6 +33,17 @@ LengthPenalty = Annotated[
 ]
 EarlyStopping = Annotated[
     str | None, typer.Option(help="Of beam search: true, false or never; see the protocol.")
+]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="The answer is JSON by the schema in this file."),
+]
+Regex = Annotated[str | None, typer.Option(help="The whole answer matches this regular expression.")]
+Ebnf = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="The answer follows the grammar in this file, from `root` on."
+    ),
 ]
 Drafter = Annotated[str | None, typer.Option(help="auto, none, or a drafter that the deployment offers.")]
 DraftLength = Annotated[int | None, typer.Option(help="Depth K of the draft; absent: Outrider chooses.")]
@@ -74,6 +85,16 @@ def fail(error: OutriderError | ServiceError) -> NoReturn:
         errors.print("start one with `outrider serve`, or name its address: --address HOST:PORT")
     bad_input = isinstance(error, InvalidArgumentError) or error.status == "INVALID_ARGUMENT"
     raise typer.Exit(2 if bad_input else 1)
+
+
+def text_of(file: Path | None, option: str) -> str | None:
+    """What a file holds. Ends the command where that is no text."""
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(InvalidArgument(option, f"{file}: {error}"))
 
 
 def summary(result: Result) -> str:

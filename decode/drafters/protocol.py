@@ -26,7 +26,7 @@ from torch import Tensor
 
 from core.records import SamplingParams, VerificationMode
 from decode.draft import Draft
-from decode.sampling.history import TokenHistory
+from decode.sampling.history import TokenConstraint, TokenHistory
 from engine.block_table import BlockTable
 
 
@@ -86,6 +86,12 @@ class DraftRequest:
     def is_weighed(self) -> bool:
         """Whether verification weighs sampled nodes by what they were drawn from (see the module's docstring)."""
         return self.verification in ("rejection", "block") and not self.sampling.greedy
+
+    @property
+    def grammar(self) -> TokenConstraint | None:
+        """What the answer must follow. `draw_draft` and `draw_children` heed it; who takes tokens otherwise need not
+        (what does not fit is dropped from the draft), but wastes nodes."""
+        return self.history.grammar
 
 
 @dataclass(frozen=True, slots=True)

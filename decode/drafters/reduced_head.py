@@ -62,11 +62,13 @@ class ReducedHead:
 
 def is_plain_argmax(draw: DraftDraw) -> bool:
     """Whether the largest logit is what is drawn: greedy, and nothing of the pipeline changes or bans a logit."""
+    if draw.history.grammar is not None:
+        return False
     return takes_the_largest(draw.sampling, draw.history.num_output + len(draw.path))
 
 
 def takes_the_largest(sampling: SamplingParams, num_output: int) -> bool:
-    """Whether the draw behind `num_output` answer tokens is the largest raw logit."""
+    """Whether the draw behind `num_output` answer tokens is the largest raw logit, but for a grammar."""
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     return (
         sampling.greedy

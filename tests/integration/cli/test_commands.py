@@ -91,6 +91,27 @@ def test_generate_passes_on_how_to_search(server: ScriptedServer) -> None:
     assert "early_stopping" in done.stderr
 
 
+def test_generate_passes_a_grammar_on(server: ScriptedServer, tmp_path: Path) -> None:
+    schema, ebnf, binary = tmp_path / "schema.json", tmp_path / "grammar.ebnf", tmp_path / "binary"
+    schema.write_text('{"type": "null"}')
+    ebnf.write_text('root ::= "é"', encoding="utf-8")
+    binary.write_bytes(b"\xff")
+    for option, value, kind, text in (
+        ("--json-schema", str(schema), "json_schema", '{"type": "null"}'),
+        ("--regex", "[a-z]+", "regex", "[a-z]+"),
+        ("--ebnf", str(ebnf), "ebnf", 'root ::= "é"'),
+    ):
+        done = CliRunner().invoke(app, ["generate", "hi", "--address", server.address, option, value])
+        assert done.exit_code == 0, done.stderr
+        assert getattr(server.router.requests[-1].sampling, kind) == text
+    asked = len(server.router.requests)
+    for wrong in (["--ebnf", str(binary)], ["--ebnf", "missing"], ["--regex", "a", "--ebnf", str(ebnf)]):
+        done = CliRunner().invoke(app, ["generate", "hi", "--address", server.address, *wrong])
+        assert done.exit_code == 2
+        assert "Traceback" not in done.stderr
+    assert len(server.router.requests) == asked
+
+
 def test_generate_as_json_prints_one_object(server: ScriptedServer) -> None:
     done = CliRunner().invoke(
         app, ["generate", "-", "--address", server.address, "--json"], input="from stdin"

@@ -16,7 +16,9 @@ from router.views import CheckedRequest, Offer, ServedModel
 
 MODEL = ServedModel("tiny", "r1", vocab_size=100, max_context=64)
 OFFER = Offer(frozenset({"none", "ngram"}), max_draft_length=16)
-SETTINGS = RouterSettings(max_prompt_bytes=1024, max_n=4, max_draft_length=32, max_tokens_limit=48)
+SETTINGS = RouterSettings(
+    max_prompt_bytes=1024, max_n=4, max_draft_length=32, max_tokens_limit=48, max_grammar_bytes=2048
+)
 Request = inference_pb2.GenerateRequest
 Change = Callable[[Request], object]
 
@@ -141,6 +143,12 @@ BAD: list[tuple[str, Change]] = [
             {"verification": common_pb2.VERIFICATION_REJECTION},
         )
     ],
+    *[
+        ("sampling.grammar", sampling(**{kind: text}))
+        for kind in ("json_schema", "regex", "ebnf")
+        for text in ("", "x" * 2049, "é" * 1025)
+    ],
+    ("sampling.ignore_eos", sampling(regex="a+", ignore_eos=True)),
     ("resume_token_ids", resume([1], n=2, seed=1)),
     ("resume_token_ids", resume([1], temperature=0.8)),
     ("resume_token_ids", resume([1] * 8, max_tokens=8)),
@@ -197,6 +205,8 @@ GOOD: list[Change] = [
     beams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, n=1, logprobs=2, min_tokens=3, stop=["x"]),
     both(beams(), speculation(drafter="none", verification=common_pb2.VERIFICATION_INVARIANT)),
     both(beams(), speculation(drafter="auto")),
+    sampling(regex="a" * 2048),
+    sampling(ebnf='root ::= "a"', ignore_eos=False),
 ]
 
 
@@ -211,6 +221,7 @@ def test_absent_fields_take_their_documented_defaults() -> None:
     assert (checked.sampling.temperature, checked.sampling.top_p, checked.sampling.n) == (0.0, 1.0, 1)
     assert (checked.speculation.drafter, checked.speculation.verification) == ("auto", "invariant")
     assert checked.request_class is None
+    assert checked.sampling.grammar is None
 
 
 @pytest.mark.parametrize(
