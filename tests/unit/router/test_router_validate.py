@@ -133,6 +133,7 @@ BAD: list[tuple[str, Change]] = [
     ("sampling.min_p", beams(min_p=0.1)),
     ("sampling.seed", beams(seed=0)),
     ("sampling.n", beams(n=2)),
+    ("sampling.grammar", beams(regex="a+")),
     ("resume_token_ids", resume([1], beam_width=2)),
     *[
         (f"speculation.{next(iter(values))}", both(beams(), speculation(**values)))
