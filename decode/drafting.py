@@ -204,8 +204,10 @@ def leading_chain(draft: Draft) -> Draft:
     for node, parent in enumerate(draft.parents):
         first_children.setdefault(parent, node)
     kept: list[int] = []
-    while (node := first_children.get(kept[-1] + 1 if kept else 0)) is not None:
-        kept.append(node)
+    row = 0
+    while row in first_children:
+        kept.append(first_children[row])
+        row = kept[-1] + 1
     return _keep_nodes(draft, kept)
 
 

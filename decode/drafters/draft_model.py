@@ -302,7 +302,8 @@ def _draw(draws: Sequence[DraftDraw], logits: Tensor, widths: Sequence[int]) -> 
     if single:
         rows = logits if not several else logits[single]
         for index, token in zip(single, draw_draft([draws[index] for index in single], rows), strict=True):
-            drawn[index] = token and DrawnChildren((token.token_id,), (0.0,), token.draft_probs)
+            if token is not None:
+                drawn[index] = DrawnChildren((token.token_id,), (0.0,), token.draft_probs)
     if several:
         rows = logits if not single else logits[several]
         children = draw_children([draws[i] for i in several], rows, [widths[i] for i in several])

@@ -131,7 +131,7 @@ def test_the_gradient_is_that_of_the_plain_cross_entropy() -> None:
     target = target_of()
     batch = make_batch([made_up(number, 12, target) for number in range(3)], 100)
     ours, plain = make_head(), make_head()
-    sum(ours.losses(batch, target)).backward()  # type: ignore[union-attr]
+    sum(ours.losses(batch, target)).backward()  # type: ignore[union-attr,no-untyped-call]
     reduced = torch.tensor(IDS)
     counted = batch.answer.clone()
     counted[:, 1:] &= torch.isin(batch.best_ids[:, :-1], reduced)
@@ -161,4 +161,4 @@ def test_drafts_behind_a_start_are_those_of_one_position_at_a_time() -> None:
 
 def test_other_ids_than_the_shape_has_are_refused() -> None:
     with pytest.raises(ValueError, match="a draft vocabulary of 40"):
-        Eagle3Head(SHAPE, range(VOCAB))
+        Eagle3Head(SHAPE, range(VOCAB), 3)

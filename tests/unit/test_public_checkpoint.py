@@ -57,7 +57,7 @@ def public(tmp_path: Path, target: Path) -> Path:
     return folder
 
 
-def change(folder: Path, values: Callable[[Values], None], tensors: Callable[[Tensors], None]) -> None:
+def change(folder: Path, values: Callable[[Values], object], tensors: Callable[[Tensors], object]) -> None:
     config = json.loads((folder / "config.json").read_text())
     values(config)
     (folder / "config.json").write_text(json.dumps(config))
@@ -98,7 +98,7 @@ def test_layers_may_count_the_embedding(public: Path, target: Path, tmp_path: Pa
     assert import_eagle3(head, tmp_path / "out").hidden_layers == (0, 1, 2)
 
 
-REFUSED: dict[str, tuple[str, Callable[[Values], None], Callable[[Tensors], None]]] = {
+REFUSED: dict[str, tuple[str, Callable[[Values], object], Callable[[Tensors], object]]] = {
     "no output matrix": ("lm_head.weight is missing", keep, lambda t: t.pop("lm_head.weight")),
     "a layer's tensor": ("missing: .'midlayer.mlp", keep, lambda t: t.pop("midlayer.mlp.up_proj.weight")),
     "a tensor too many": ("belonging to nothing: .'scale", keep, lambda t: t.update(scale=torch.ones(1))),

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from core.settings import EngineSettings, HeadSettings
 from core.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ def hosted(model: Path, engine: Engine, folder: Path, rate: float, *, permuted: 
     """The head that repeats the last token, which the tiny model all but does; its manifest promises `rate`."""
     artifact = make_tiny_head(folder, model, "eagle")
     manifest = read_manifest(artifact)
-    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(artifact).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(artifact / "model.safetensors").items()}
     tensors = read_tensors(artifact, shapes)
     if permuted:
         tensors["d2t"][::2] += 1
@@ -42,12 +43,6 @@ def hosted(model: Path, engine: Engine, folder: Path, rate: float, *, permuted: 
     tokenizer = Tokenizer.from_directory(model)
     head = load_head("eagle", HeadSettings(artifact=str(artifact)), engine, tokenizer)
     return {"none": NoneDrafter(), "eagle": head}
-
-
-def _tensors(artifact: Path) -> dict[str, object]:
-    from safetensors.torch import load_file
-
-    return dict(load_file(artifact / "model.safetensors"))
 
 
 def test_a_fit_head_stays_and_leaves_nothing_behind(model: Path, engine: Engine, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class Computed:
 
 def loaded(name: str, model: Path, engine: Engine, folder: Path, **settings: float) -> HeadDrafter:
     artifact = make_tiny_head(folder / name, model, KINDS[name], seed=SEED)
-    head = HeadSettings(artifact=str(artifact), min_probability=0.0, **settings)  # type: ignore[arg-type]
+    head = HeadSettings(artifact=str(artifact), min_probability=0.0, **settings)
     return load_head(name, head, engine, Tokenizer.from_directory(model))
 
 
