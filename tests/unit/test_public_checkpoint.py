@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from core.errors import FailedPrecondition, InvalidArgument, ServiceError
@@ -37,7 +37,7 @@ def public(tmp_path: Path, target: Path) -> Path:
     config = open_model(target).config
     folder = tmp_path / "public"
     folder.mkdir()
-    tensors = load_file(artifact / "model.safetensors")
+    tensors = load((artifact / "model.safetensors").read_bytes())
     marks = torch.zeros(VOCAB, dtype=torch.bool)
     marks[tensors["d2t"] + torch.arange(DRAFT_VOCAB)] = True
     tensors["t2d"] = marks
@@ -61,7 +61,7 @@ def change(folder: Path, values: Callable[[Values], object], tensors: Callable[[
     config = json.loads((folder / "config.json").read_text())
     values(config)
     (folder / "config.json").write_text(json.dumps(config))
-    held = load_file(folder / "model.safetensors")
+    held = load((folder / "model.safetensors").read_bytes())
     tensors(held)
     save_file(held, folder / "model.safetensors")
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_becomes_an_artifact_that_loads(public: Path, target: Path,
 def test_the_targets_own_embedding_beside_the_head_is_no_further_tensor(
     public: Path, target: Path, tmp_path: Path
 ) -> None:
-    words = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    words = load((target / "model.safetensors").read_bytes())["model.embed_tokens.weight"]
     change(public, keep, lambda tensors: tensors.update({"embed_tokens.weight": words}))
     import_eagle3(PublicHead(public, target), tmp_path / "out")
 

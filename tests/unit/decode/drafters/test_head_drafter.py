@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from core.errors import FailedPrecondition, InvalidArgument
@@ -86,7 +86,7 @@ def loaded(name: str, model: Path, engine: Engine, folder: Path, **settings: flo
 
 
 def trained_like(folder: Path, engine: Engine) -> Eagle3Head:
-    tensors = load_file(folder / "eagle3" / "model.safetensors")
+    tensors = load((folder / "eagle3" / "model.safetensors").read_bytes())
     head = Eagle3Head(HeadShape.of(engine.config, 3, len(tensors["d2t"])), range(len(tensors["d2t"])), 4)
     head.load_state_dict(tensors)
     return head
@@ -205,7 +205,7 @@ def test_without_blocks_it_drafts_nothing_and_goes_on(model: Path, engine: Engin
 
 def test_numbers_that_are_none_end_the_draft_and_say_so(model: Path, engine: Engine, tmp_path: Path) -> None:
     artifact = make_tiny_head(tmp_path / "eagle3", model, "eagle3", seed=SEED)
-    tensors = load_file(artifact / "model.safetensors")
+    tensors = load((artifact / "model.safetensors").read_bytes())
     tensors["norm.weight"][:] = torch.nan
     save_file(tensors, artifact / "model.safetensors")
     head = HeadSettings(artifact=str(artifact))
@@ -245,7 +245,7 @@ def test_an_artifact_that_does_not_fit_is_refused_by_file_and_field(
 ) -> None:
     said, damage = BROKEN[case]
     artifact = make_tiny_head(tmp_path / "head", model, "eagle3", seed=SEED)
-    tensors = load_file(artifact / "model.safetensors")
+    tensors = load((artifact / "model.safetensors").read_bytes())
     damage(tensors)  # type: ignore[no-untyped-call]
     save_file(tensors, artifact / "model.safetensors")
     name = "mtp" if case == "another kind" else "eagle3"
