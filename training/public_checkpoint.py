@@ -203,9 +203,7 @@ def _require_shapes(folder: Path, manifest: ArtifactManifest, tensors: Mapping[s
     missing = sorted(wanted.keys() - tensors.keys())
     extra = sorted(tensors.keys() - wanted.keys())
     if missing or extra:
-        raise InvalidArgument(
-            _FIELD, f"{folder}: missing {missing or 'nothing'}, belonging to nothing {extra or 'nothing'}"
-        )
+        raise InvalidArgument(_FIELD, f"{folder}: tensors missing: {missing}, belonging to nothing: {extra}")
     for name, expected in wanted.items():
         if tuple(tensors[name].shape) != expected:
             raise InvalidArgument(_FIELD, f"{folder}: {name} is {tuple(tensors[name].shape)}, not {expected}")

@@ -30,15 +30,14 @@ def engine(model: Path) -> Engine:
     )
 
 
-def hosted(model: Path, engine: Engine, folder: Path, rate: float, *, permuted: bool) -> dict[str, Drafter]:
+def hosted(model: Path, engine: Engine, folder: Path, rate: float, *, damaged: bool) -> dict[str, Drafter]:
     """The head that repeats the last token, which the tiny model all but does; its manifest promises `rate`."""
     artifact = make_tiny_head(folder, model, "eagle")
     manifest = read_manifest(artifact)
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(artifact / "model.safetensors").items()}
     tensors = read_tensors(artifact, shapes)
-    if permuted:
-        tensors["d2t"][::2] += 1
-        tensors["d2t"][1::2] -= 1
+    if damaged:
+        tensors["fc.weight"] = tensors["fc.weight"].flip(0)
     write_artifact(artifact, replace(manifest, acceptance={"all": [rate]}), tensors)
     tokenizer = Tokenizer.from_directory(model)
     head = load_head("eagle", HeadSettings(artifact=str(artifact)), engine, tokenizer)
@@ -46,15 +45,15 @@ def hosted(model: Path, engine: Engine, folder: Path, rate: float, *, permuted: 
 
 
 def test_a_fit_head_stays_and_leaves_nothing_behind(model: Path, engine: Engine, tmp_path: Path) -> None:
-    drafters = hosted(model, engine, tmp_path / "head", 0.5, permuted=False)
+    drafters = hosted(model, engine, tmp_path / "head", 0.5, damaged=False)
     assert take_off_unfit(engine, drafters, Tokenizer.from_directory(model)) == {}
     assert set(drafters) == {"none", "eagle"}
     drafters["eagle"].check()
     assert engine.kv.stats().used == 0
 
 
-def test_a_head_whose_map_is_permuted_is_taken_off(model: Path, engine: Engine, tmp_path: Path) -> None:
-    drafters = hosted(model, engine, tmp_path / "head", 0.5, permuted=True)
+def test_a_damaged_head_is_taken_off(model: Path, engine: Engine, tmp_path: Path) -> None:
+    drafters = hosted(model, engine, tmp_path / "head", 0.5, damaged=True)
     unfit = take_off_unfit(engine, drafters, Tokenizer.from_directory(model))
     assert set(unfit) == {"eagle"}
     assert "its manifest promises 50%" in unfit["eagle"]
@@ -62,5 +61,5 @@ def test_a_head_whose_map_is_permuted_is_taken_off(model: Path, engine: Engine, 
 
 
 def test_a_head_that_was_never_measured_is_believed(model: Path, engine: Engine, tmp_path: Path) -> None:
-    drafters = hosted(model, engine, tmp_path / "head", 0.0, permuted=True)
+    drafters = hosted(model, engine, tmp_path / "head", 0.0, damaged=True)
     assert take_off_unfit(engine, drafters, Tokenizer.from_directory(model)) == {}
