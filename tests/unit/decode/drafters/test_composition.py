@@ -23,6 +23,10 @@ def build(model: Path, **settings: object) -> dict[str, Drafter]:
     return build_drafters(DraftersSettings.model_validate(settings), engine, Tokenizer.from_directory(model))
 
 
+PLAIN = {"none", "ngram", "cache", "lookahead"}
+"""What is there without being configured."""
+
+
 def test_all_of_them_are_hosted_beside_their_members(model: Path) -> None:
     hosted = build(
         model,
@@ -31,14 +35,14 @@ def test_all_of_them_are_hosted_beside_their_members(model: Path) -> None:
         recursive={},
         specinfer={"members": ["ngram", "recursive"]},
     )
-    assert set(hosted) == {"none", "ngram", "draft_model", "sequoia", "recursive", "specinfer"}
+    assert set(hosted) == {*PLAIN, "draft_model", "sequoia", "recursive", "specinfer"}
     assert all(drafter.name == name for name, drafter in hosted.items())
     assert hosted["specinfer"].needs.max_draft_length == 16
     assert hosted["sequoia"].needs.max_draft_width == 8
 
 
 def test_none_is_there_unless_configured(model: Path) -> None:
-    assert set(build(model)) == {"none", "ngram"}
+    assert set(build(model)) == PLAIN
 
 
 @pytest.mark.parametrize(
