@@ -220,20 +220,19 @@ class RecurrentHead(DraftHead):
         """
         attention, shape = self.layer.self_attn, self.shape
         batch, positions, _ = both.shape
-        query = _rotated(_heads(attention.q_proj(both), shape.num_heads), rotary)
+        query = _rotated(_heads(attention.q_proj(both), shape.num_heads), rotary) / math.sqrt(shape.head_dim)
         groups = shape.num_heads // shape.num_kv_heads
         key = _rotated(_heads(attention.k_proj(both), shape.num_kv_heads), rotary)
         keys.append(key.repeat_interleave(groups, dim=1))
         values.append(_heads(attention.v_proj(both), shape.num_kv_heads).repeat_interleave(groups, dim=1))
         step = len(keys) - 1
-        scale = 1 / math.sqrt(shape.head_dim)
         seen = torch.ones(positions, positions, dtype=torch.bool).tril(-step)
-        scores = (query @ keys[0].transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
+        scores = (query @ keys[0].transpose(-1, -2)).masked_fill_(~seen, -torch.inf)
         own = [
-            (query * _shifted(keys[index], step - index, 2)).sum(-1, keepdim=True) * scale
+            (query * _shifted(keys[index], step - index, 2)).sum(-1, keepdim=True)
             for index in range(1, step + 1)
         ]
-        weights = torch.softmax(torch.cat([scores.float(), *own], dim=-1).float(), dim=-1).to(query.dtype)
+        weights = torch.softmax(torch.cat([scores, *own], dim=-1).float(), dim=-1).to(query.dtype)
         mixed = weights[..., :positions] @ values[0]
         for place, index in enumerate(range(1, step + 1)):
             column = weights[..., positions + place : positions + place + 1]
