@@ -13,11 +13,18 @@ class Draft:
     """A tree of proposed tokens behind one committed token (the root, row 0).
 
     Node j is row j + 1. `parents[j]` is the *row* of its parent: 0 for the root, else ≤ j.
-    `draft_probs` [nodes, vocabulary] float32 is the distribution that node j was really drawn from;
-    None: deterministic proposals (one-hot).
+    `draft_probs` [nodes, vocabulary] float32 is the distribution that node j was really drawn from; None:
+    deterministic proposals, one-hot. In a tree with both, the row of a deterministic node is one-hot at its token.
+    `sources`: which drafter (or which of several draws with replacement) node j is of; empty: one for all.
+    `without_replacement`: siblings of one source are distinct and were drawn without replacement; each of their rows
+    is d before the first of them was drawn. Else equal siblings keep their multiplicity, each with its own row.
+    Siblings stand in the order drawn. Under rejection nobody may prune or re-rank *sampled* nodes by their tokens or
+    scores: which siblings are kept, and in what order, depends only on what was known before they were drawn. In
+    invariant mode siblings are distinct.
     `auxiliary_token_ids`, `auxiliary_parents`: rows evaluated for the drafter only, after all nodes. Their
     parents are rows too: the root, a node or an earlier auxiliary row. They may be deeper than the nodes, but must
     end inside the target's context.
+    `fault`: why there is no draft though there should be one; counted, and told to the caller.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -25,6 +32,9 @@ class Draft:
     draft_probs: Tensor | None = None
     auxiliary_token_ids: tuple[int, ...] = ()
     auxiliary_parents: tuple[int, ...] = ()
+    without_replacement: bool = False
+    sources: tuple[int, ...] = ()
+    fault: str = ""
 
     def depths(self) -> tuple[int, ...]:
         """Depth of each node, from 1."""
@@ -53,6 +63,8 @@ class VerifyItem:
 
     `logits_start` is the logits row of the root; node j's row is logits_start + 1 + j.
     `seed` and `choice` key the noise; `history` holds prompt and output up to the root, root included.
+    `rollback_threshold`: -log t(x) up to which a drafted x is kept, whatever `verification` says (approximate; None:
+    exact); see `verification/relaxed.py`.
     """
 
     sampling: SamplingParams
@@ -63,6 +75,7 @@ class VerifyItem:
     logits_start: int
     draft: Draft = NO_DRAFT
     verification: VerificationMode = "invariant"
+    rollback_threshold: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

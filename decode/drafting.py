@@ -12,8 +12,9 @@ from core.clock import Clock
 from core.metrics import Metrics
 from decode.choice import Choice
 from decode.draft import NO_DRAFT, Draft
-from decode.drafters.protocol import DraftBudget, Drafter, Observation
+from decode.drafters.protocol import DraftBudget, Drafter, DraftRequest, Observation
 from decode.pace import Pace
+from decode.sampling.masking import allowed_part
 from decode.scheduler import PlannedChoice
 
 Result = TypeVar("Result")
@@ -22,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 FALLBACK_ERROR = "drafter_error"
 FALLBACK_POSITION = "position_limit"
 FALLBACK_SHORT = "short_answer"
+FALLBACK_STALL = "drafter_stall"
 
 
 class Drafting:
@@ -34,12 +36,14 @@ class Drafting:
         metrics: Metrics,
         clock: Clock,
         max_nodes: int,
+        stall_s: float,
     ) -> None:
         self._drafters = drafters
         self._pace = pace
         self._metrics = metrics
         self._clock = clock
         self._max_nodes = max_nodes
+        self._stall_s = stall_s
         self._choices: dict[int, Choice] = {}
         self.pending = False
         """Whether a drafter may have prompt work of its own left."""
@@ -115,9 +119,16 @@ class Drafting:
             started_s = self._clock.now_s()
             answers = self._guard(choices, lambda: drafter.propose(budgets))  # noqa: B023 (called at once)
             deepest = max(budget.draft_length for budget in budgets)
-            self._pace.record_draft(drafter.name, deepest, self._clock.now_s() - started_s)
+            took_s = self._clock.now_s() - started_s
+            self._pace.record_draft(drafter.name, deepest, took_s)
+            self._metrics.draft(drafter.name, took_s)
+            if took_s > self._stall_s:
+                self._take_off(choices, FALLBACK_STALL)
             for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
-                if choice.draft_request.verification == "rejection":
+                if draft.fault:
+                    self._note(choice, draft.fault)
+                draft = _fitting(draft, choice.draft_request)
+                if choice.draft_request.verification == "block":
                     draft = leading_chain(draft)
                 if draft.num_rows:
                     drafts[choice.key] = cut_draft(draft, budget.draft_length, budget.max_nodes)
@@ -144,12 +155,16 @@ class Drafting:
             return call()
         except Exception:  # boundary: drafters are guests; a broken one is taken off the choice
             _LOG.exception("drafter %s failed; its requests go on without", choices[0].drafter.name)
+        self._take_off(choices, FALLBACK_ERROR)
+        return None
+
+    def _take_off(self, choices: Sequence[Choice], reason: str) -> None:
+        """These go on without their drafter."""
         for choice in choices:
-            self._note(choice, FALLBACK_ERROR)
+            self._note(choice, reason)
             if choice.drafting:
                 self._forget(choice)
                 _finish_quietly(choice)
-        return None
 
     def _forget(self, choice: Choice) -> None:
         choice.drafting = False
@@ -179,14 +194,21 @@ def cut_draft(draft: Draft, depth: int, max_rows: int) -> Draft:
 
 
 def leading_chain(draft: Draft) -> Draft:
-    """The first nodes of a draft, as long as each is the child of the one before: rejection takes chains only.
+    """The first child of the root, its first child, and so on: block verification takes chains only.
 
     Auxiliary rows are kept but for those under a node that goes.
     """
     if draft.is_chain:
         return draft
-    length = next(row for row, parent in enumerate(draft.parents) if parent != row)
-    return _keep_nodes(draft, range(length))
+    first_children: dict[int, int] = {}
+    for node, parent in enumerate(draft.parents):
+        first_children.setdefault(parent, node)
+    kept: list[int] = []
+    row = 0
+    while row in first_children:
+        kept.append(first_children[row])
+        row = kept[-1] + 1
+    return _keep_nodes(draft, kept)
 
 
 def _keep_nodes(draft: Draft, kept: Sequence[int]) -> Draft:
@@ -212,9 +234,20 @@ def _keep_nodes(draft: Draft, kept: Sequence[int]) -> Draft:
         token_ids=tuple(draft.token_ids[node] for node in kept),
         parents=tuple(rows[draft.parents[node]] for node in kept),
         draft_probs=None if probs is None or not kept else probs[list(kept)],
+        sources=tuple(draft.sources[node] for node in kept) if draft.sources else (),
         auxiliary_token_ids=tuple(auxiliary_token_ids),
         auxiliary_parents=tuple(auxiliary_parents),
     )
+
+
+def _fitting(draft: Draft, request: DraftRequest) -> Draft:
+    """The draft as far as the request's grammar allows it.
+
+    Sampled nodes stay where their tokens may not be looked at: those that came from `draw_draft` fit anyhow, and
+    others are never accepted.
+    """
+    weighed = draft.draft_probs is not None and request.is_weighed
+    return draft if request.grammar is None or weighed else allowed_part(draft, request.grammar)
 
 
 def _by_drafter(

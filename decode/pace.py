@@ -37,6 +37,8 @@ class Pace:
         self, choices: Sequence[Choice], rooms: Sequence[tuple[int, int]], other_rows: int
     ) -> list[tuple[int, int]]:
         """(depth, rows) for each choice; `rooms` are the largest possible ones."""
+        for choice in choices:
+            self._follow_thinking(choice)
         lengths = [(0, 0)] * len(choices)
         moved: list[int] = []
         for index, (choice, room) in enumerate(zip(choices, rooms, strict=True)):
@@ -50,6 +52,14 @@ class Pace:
             for index, depth in zip(moved, self._controller.plan(entries, fixed_rows), strict=True):
                 lengths[index] = _within(choices[index], depth, rooms[index])
         return lengths
+
+    def _follow_thinking(self, choice: Choice) -> None:
+        """Another K to go on from where the answer begins or ends to think aloud; a fixed K stays."""
+        if choice.thinking is None or not choice.drafting:
+            return
+        length = choice.thinking.turn(choice.history.token_ids)
+        if length is not None:
+            self._controller.restart(choice.key, length)
 
     def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int, num_auxiliary: int = 0) -> None:
         """Acceptance of one choice's draft in one step.
@@ -65,6 +75,11 @@ class Pace:
     def record_step(self, rows: int, seconds: float) -> None:
         """What a target forward of `rows` rows cost."""
         self._controller.record_step(rows, seconds)
+
+    def step_seconds(self, rows: int) -> float:
+        """What a target forward of `rows` rows costs by what was measured; 0.0 before anything was."""
+        table = self._controller.step_time
+        return table.seconds[min(rows, table.max_count)]
 
     def record_draft(self, drafter: str, depth: int, seconds: float) -> None:
         """What one proposal cost whose longest draft was `depth`."""

@@ -1,8 +1,8 @@
 """What the next step holds, and who may join: pure functions of snapshots.
 
-`plan_step` shares out a step's rows. Every choice that steps costs 1 row for its root and 1 for each node or
-auxiliary node; own prefill and drafters' prefill cost a row a token. `admit` says which waiting
-requests may join, `choose_victim` who gives its blocks back.
+`plan_step` shares out a step's rows. Every choice that steps costs 1 row for its root (a beam search one for each
+hypothesis) and 1 for each node or auxiliary node; own prefill and drafters' prefill cost a row a token. `admit` says
+which waiting requests may join, `choose_victim` who gives its blocks back.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ class ChoiceView:
     key: int
     draft_length: int
     max_nodes: int
+    num_roots: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ def plan_step(
     `choices` and `prefills` come in order of turn; where roots alone exceed the budget the first ones step.
     """
     reserved = step_tokens // _PREFILL_SHARE if prefills or drafter_pending else 0
-    stepping = choices[: max(1, step_tokens - reserved)]
-    rows_left = step_tokens - reserved - len(stepping)
+    stepping = _roots_within(choices, step_tokens - reserved)
+    rows_left = step_tokens - reserved - sum(choice.num_roots for choice in stepping)
     planned = _share_nodes(stepping, rows_left)
     rows_left += reserved - sum(choice.max_nodes for choice in planned)
     drafter_rows = rows_left // 2 if drafter_pending and prefills else rows_left if drafter_pending else 0
@@ -71,6 +72,15 @@ def plan_step(
             granted.append(PrefillView(prefill.key, rows))
             rows_left -= rows
     return StepPlan(planned, tuple(granted), drafter_rows)
+
+
+def _roots_within(choices: Sequence[ChoiceView], rows: int) -> Sequence[ChoiceView]:
+    """The first choices, as many as have room for their roots; one in any case."""
+    for index, choice in enumerate(choices):
+        rows -= choice.num_roots
+        if rows < 0 and index > 0:
+            return choices[:index]
+    return choices
 
 
 def _share_nodes(choices: Sequence[ChoiceView], rows: int) -> tuple[PlannedChoice, ...]:

@@ -119,7 +119,8 @@ def _paths(rows: StepRows, sequence: int) -> list[list[int]]:
             continue
         depth = int(rows.positions[row] - rows.sequence_start[sequence])
         begin = int(rows.tail_begin[row])
-        path = [row_of_slot[int(slot)] for slot in rows.tail_slots[begin : begin + depth + 1]]
+        tail = rows.tail_slots[begin : begin + depth + 1].tolist()
+        path = [row_of_slot[slot] for slot in tail if slot in row_of_slot]
         paths.append([member for member in path if member not in seen])
         seen.update(path)
     return paths

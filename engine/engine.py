@@ -10,17 +10,15 @@ from torch import Tensor
 
 from core.errors import InvalidArgument
 from core.numerics import NumericsClass
-from core.settings import EngineSettings
-from engine.attention import Attention
-from engine.attention_native import HEAD_DIMS, NativeAttention, rotary_tables
-from engine.attention_torch import TorchAttention
+from core.settings import EngineSettings, Quantisation
+from engine.backends import make_backends
 from engine.core_turns import CoreTurns, NoTurns, Turns, turn_of
 from engine.huge_pages import advise_huge_pages
 from engine.kv_cache import KvCache, KvLayout
+from engine.linear import CANDIDATE_PLANS, RowPlan
 from engine.llama import Llama, LlamaWeights, load_weights
 from engine.model_config import ModelConfig
-from engine.native import NativeUnavailable, cpu_flags, load_kernels
-from engine.pointwise import NativePointwise, Pointwise, TorchPointwise
+from engine.native import cpu_flags
 from engine.step_batch import SequenceStep, StepResult
 from engine.step_rows import StepRows, build_rows, check_step
 from engine.weights import open_model
@@ -38,10 +36,11 @@ class Engine:
         weights: LlamaWeights,
         revision: str,
         device: torch.device,
+        quantisation: Quantisation = "none",
     ) -> None:
         self.config = config
         self.settings = settings
-        self.max_context = _max_context(config, settings)
+        self.max_context = context_limit(config, settings)
         dtype = _DTYPES[settings.dtype]
         layout = KvLayout(
             config.num_layers,
@@ -55,32 +54,44 @@ class Engine:
         self.kv = KvCache(layout, settings.num_blocks, device)
         for plane in (self.kv.keys, self.kv.values):
             advise_huge_pages(plane)
-        self._attention, pointwise = _backends(config, settings, self.kv, self.max_context)
+        self._attention, pointwise = make_backends(config, settings, self.kv, self.max_context)
         self.weights = weights
         self._llama = Llama(weights, self._attention, pointwise)
         self._device = device
+        self._model: Path | None = None
         self._thread_id = 0
         self.turns: Turns = NoTurns() if settings.core_turns is None else CoreTurns(settings.core_turns)
-        self.numerics = _numerics_class(
-            settings, revision, str(weights.row_plan), self._attention.name, device
+        self.numerics = numerics_class(
+            settings, revision, str(weights.row_plan), self._attention.name, device, quantisation
         )
 
     @classmethod
-    def load(cls, model: Path, settings: EngineSettings, device: torch.device | None = None) -> "Engine":
-        """Read `model` (a directory, or a .gguf file) and allocate the KV pool.
+    def load(
+        cls,
+        model: Path,
+        settings: EngineSettings,
+        device: torch.device | None = None,
+        quantisation: Quantisation = "none",
+        row_plans: Sequence[RowPlan] = CANDIDATE_PLANS,
+    ) -> "Engine":
+        """Read `model` (a directory, or a .gguf file) and allocate the KV pool. `quantisation`: of the products.
+
+        `row_plans`: see `engine/linear.py`; the one found is of the numerics class.
 
         Raises InvalidArgument naming file and tensor, or the setting that does not fit the model.
         """
         device = device or torch.device("cpu")
         torch.set_num_threads(settings.num_threads)
         files = open_model(model)
-        _max_context(files.config, settings)
+        context_limit(files.config, settings)
         for layer in settings.hidden_layers:
             if not 0 <= layer < files.config.num_layers:
                 raise InvalidArgument("engine.hidden_layers", f"layer {layer} of {files.config.num_layers}")
         with torch.inference_mode():
-            weights = load_weights(files, _DTYPES[settings.dtype], device)
-            return cls(files.config, settings, weights, files.revision(), device)
+            weights = load_weights(files, _DTYPES[settings.dtype], device, quantisation, row_plans)
+            engine = cls(files.config, settings, weights, files.revision(), device, quantisation)
+        engine._model = model
+        return engine
 
     def step(
         self,
@@ -111,6 +122,18 @@ class Engine:
             normed = self._forward(rows, num_layers)
             logits = self._logits(normed, rows)
         return StepResult(logits, rows.logits_start, normed if want_last_hidden else None)
+
+    def output_rows(self, token_ids: Tensor) -> Tensor:
+        """Rows of the output matrix, for drafters that speak a part of the vocabulary.
+
+        token_ids [n] int64 → [n, hidden_dim] in the engine's dtype. An untied matrix is read from its file again.
+        """
+        if self.config.tied_embeddings:
+            return self.weights.embedding.index_select(0, token_ids.to(self._device))
+        assert self._model is not None, "an engine with an untied head comes from `load`"
+        shape = (self.config.vocab_size, self.config.hidden_dim)
+        matrix = open_model(self._model).take("lm_head.weight", shape)
+        return matrix[token_ids].to(self._device, self.kv.layout.dtype)
 
     def warm_up(self) -> None:
         """One step over a scratch table, so that the first request pays for nothing lazy."""
@@ -180,7 +203,8 @@ def _keep_nothing(layer: int, output: Tensor) -> None:
     del layer, output
 
 
-def _max_context(config: ModelConfig, settings: EngineSettings) -> int:
+def context_limit(config: ModelConfig, settings: EngineSettings) -> int:
+    """Positions that may be used. Raises InvalidArgument for more than the model's."""
     if settings.max_context is None:
         return config.max_context
     if settings.max_context > config.max_context:
@@ -190,40 +214,16 @@ def _max_context(config: ModelConfig, settings: EngineSettings) -> int:
     return settings.max_context
 
 
-def _backends(
-    config: ModelConfig, settings: EngineSettings, kv: KvCache, max_context: int
-) -> tuple[Attention, Pointwise]:
-    """What `settings.attention` asks for; `auto` takes the native kernels wherever they build and fit."""
-    rotary = rotary_tables(config, max_context)
-    obstacle = _native_obstacle(config, kv)
-    if settings.attention == "native" and obstacle is not None:
-        raise InvalidArgument("engine.attention", f"native kernels are not possible here: {obstacle}")
-    if settings.attention == "torch" or obstacle is not None:
-        return TorchAttention(config, kv, rotary), TorchPointwise(config.norm_epsilon)
-    kernels = load_kernels()
-    return (
-        NativeAttention(kernels, config, kv, rotary, settings.num_threads),
-        NativePointwise(kernels, kv.layout.dtype, config.norm_epsilon),
-    )
-
-
-def _native_obstacle(config: ModelConfig, kv: KvCache) -> str | None:
-    if kv.keys.device.type != "cpu":
-        return f"the device is {kv.keys.device}"
-    if config.head_dim not in HEAD_DIMS or config.hidden_dim % 16 or config.intermediate_dim % 16:
-        return (
-            f"head_dim {config.head_dim}, hidden {config.hidden_dim}, intermediate {config.intermediate_dim}"
-        )
-    try:
-        load_kernels()
-    except NativeUnavailable as error:
-        return str(error)
-    return None
-
-
-def _numerics_class(
-    settings: EngineSettings, revision: str, row_plan: str, attention: str, device: torch.device
+def numerics_class(
+    settings: EngineSettings,
+    revision: str,
+    row_plan: str,
+    attention: str,
+    device: torch.device,
+    quantisation: Quantisation = "none",
+    pipeline_split: str = "none",
 ) -> NumericsClass:
+    """The class of logits computed so. `pipeline_split`: layers of each stage, such as `15+15`."""
     if device.type == "cuda":
         instructions = torch.cuda.get_device_name(device)
     else:
@@ -237,4 +237,6 @@ def _numerics_class(
         instruction_set=instructions,
         kernels=f"{attention},torch-{torch.__version__}",
         row_padding=row_plan,
+        quantisation=quantisation,
+        pipeline_split=pipeline_split,
     )

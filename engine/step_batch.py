@@ -24,6 +24,8 @@ class SequenceStep:
     start + i: for a chain that is its final place; a tree's accepted path is compacted afterwards
     (`KvCache.compact`). The caller has reserved start + len(token_ids) slots. `parents` None: a chain.
     `num_auxiliary` rows at the end are evaluated for a drafter, and never verified, committed or hashed.
+    The first `num_written` rows were evaluated by earlier steps with the same start: K and V lie in their slots,
+    they are neither evaluated again nor have they logits. So a drafter grows a tree level by level.
     """
 
     table: BlockTable
@@ -32,6 +34,12 @@ class SequenceStep:
     parents: Sequence[int] | None = None
     logit_rows: LogitRows = "all"
     num_auxiliary: int = 0
+    num_written: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the step evaluates."""
+        return len(self.token_ids) - self.num_written
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class StepRows:
 
     token_ids, positions, tail_begin: [rows]; the others have one entry for each sequence, save
     `tail_slots` and `block_ids`, which lie one behind another. `row_begin` has one entry more.
+    `sequence_start`: first position that is no row's; a chain's written rows count as committed here.
     `wanted_rows`: rows whose logits are asked for, None for all of them.
     """
 
@@ -84,6 +85,10 @@ def _check_sequence(sequence: SequenceStep, name: str, block_size: int, max_cont
         raise StepRefused(f"{name}: position {start + depth} is beyond the context of {max_context}")
     if not 0 <= sequence.num_auxiliary < num_rows:
         raise StepRefused(f"{name}: {sequence.num_auxiliary} auxiliary rows of {num_rows}")
+    if not 0 <= sequence.num_written < num_rows:
+        raise StepRefused(
+            f"{name}: {sequence.num_written} of {num_rows} rows are written, none would be evaluated"
+        )
 
 
 def _depths(parents: Sequence[int], num_rows: int, name: str) -> list[int]:
@@ -108,32 +113,37 @@ def build_rows(sequences: Sequence[SequenceStep], block_size: int) -> StepRows:
     """Index arrays of checked sequences."""
     row_begin = [0]
     for sequence in sequences:
-        row_begin.append(row_begin[-1] + len(sequence.token_ids))
+        row_begin.append(row_begin[-1] + sequence.num_rows)
     tails = _Tails(row_begin[-1])
     blocks: list[int] = []
     sequence_blocks: list[int] = []
     positions: list[IntArray] = []
+    starts: list[int] = []
     chains: list[bool] = []
     for first_row, sequence in zip(row_begin, sequences, strict=False):
         sequence_blocks.append(len(blocks))
         blocks.extend(sequence.table.block_ids)
-        slots = _write_slots(sequence, block_size)
+        slots = _row_slots(sequence, block_size)
+        written = sequence.num_written
         chains.append(is_chain(sequence.parents))
         if chains[-1]:
-            tails.add_chain(first_row, slots)
-            depths = np.arange(len(slots), dtype=np.int32)
+            tails.add_chain(first_row, slots[written:])
+            depths = np.arange(written, len(slots), dtype=np.int32)
         else:
-            depths = tails.add_tree(first_row, slots, sequence.parents or ())
+            depths = tails.add_tree(first_row, slots, sequence.parents or (), written)
+        starts.append(sequence.start + (written if chains[-1] else 0))
         positions.append(depths + np.int32(sequence.start))
     wanted, logits_start = _wanted_rows(sequences, row_begin)
     return StepRows(
-        token_ids=np.concatenate([np.asarray(sequence.token_ids, dtype=np.int64) for sequence in sequences]),
+        token_ids=np.concatenate(
+            [np.asarray(sequence.token_ids[sequence.num_written :], dtype=np.int64) for sequence in sequences]
+        ),
         positions=np.concatenate(positions, dtype=np.int32),
         tail_begin=tails.begin,
         tail_slots=tails.slots(),
         block_ids=np.array(blocks, dtype=np.int32),
         row_begin=tuple(row_begin),
-        sequence_start=np.array([sequence.start for sequence in sequences], dtype=np.int32),
+        sequence_start=np.array(starts, dtype=np.int32),
         sequence_chain=np.array(chains, dtype=np.int32),
         sequence_blocks=np.array(sequence_blocks, dtype=np.int32),
         wanted_rows=wanted,
@@ -154,23 +164,24 @@ class _Tails:
         self.begin[first_row : first_row + len(slots)] = first_row
         self._write.append(slots)
 
-    def add_tree(self, first_row: int, slots: IntArray, parents: Sequence[int]) -> IntArray:
-        """Returns the depths."""
+    def add_tree(self, first_row: int, slots: IntArray, parents: Sequence[int], written: int) -> IntArray:
+        """Slots of all rows, of which the first `written` are not evaluated. Returns the depths of the others."""
         own = slots.tolist()
         paths: list[list[int]] = [[own[0]]]
         for row in range(1, len(own)):
             paths.append([*paths[parents[row]], own[row]])
-        for row, path in enumerate(paths):
+        for row, path in enumerate(paths[written:]):
             self.begin[first_row + row] = self._num_rows + len(self._paths)
             self._paths.extend(path)
-        self._write.append(slots)
-        return np.array([len(path) - 1 for path in paths], dtype=np.int32)
+        self._write.append(slots[written:])
+        return np.array([len(path) - 1 for path in paths[written:]], dtype=np.int32)
 
     def slots(self) -> IntArray:
         return np.concatenate([*self._write, np.array(self._paths, dtype=np.int32)], dtype=np.int32)
 
 
-def _write_slots(sequence: SequenceStep, block_size: int) -> IntArray:
+def _row_slots(sequence: SequenceStep, block_size: int) -> IntArray:
+    """Slots of all rows, written ones included."""
     indices = np.arange(sequence.start, sequence.start + len(sequence.token_ids), dtype=np.int32)
     first = sequence.start // block_size
     last = (sequence.start + len(sequence.token_ids) - 1) // block_size

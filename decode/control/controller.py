@@ -1,7 +1,8 @@
 """The K controller of a decode worker: keeps what was measured, and decides by `draft_length` every step.
 
 The decode loop calls, on the engine thread: `add` when a choice joins, `plan` before each step, `observe` for each
-choice and `record_step` after it, `record_draft` after each drafter's work, `remove` on every path.
+choice and `record_step` after it, `record_draft` after each drafter's work, `restart` where the answer turns to
+something else, `remove` on every path.
 """
 
 from collections.abc import Mapping, Sequence
@@ -95,6 +96,13 @@ class DraftLengthController:
     def remove(self, key: int) -> None:
         """Forget a choice; unknown keys are ignored."""
         self._choices.pop(key, None)
+
+    def restart(self, key: int, length: int) -> None:
+        """Hold K = `length` from now on, until what is measured moves it. Nothing happens to a fixed K."""
+        state = self._choices.get(key)
+        if state is not None and state.choice.fixed is None:
+            state.current = min(length, state.choice.max_length)
+            state.steps_since_change, state.dwell_steps = 0, BASE_DWELL_STEPS
 
     def plan(self, entries: Sequence[PlanEntry], other_rows: int = 0) -> list[int]:
         """K of each entry, in order. `other_rows`: rows of the step besides roots and drafts.

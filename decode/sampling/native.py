@@ -27,6 +27,14 @@ class Walk:
 
 
 @dataclass(frozen=True, slots=True)
+class Children:
+    """Distinct children of one node in the order drawn, and their log-softmax scores."""
+
+    token_ids: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LogprobRequest:
     """Raw log-probabilities wanted of a logits row: the chosen token's and the best ones'."""
 
@@ -47,8 +55,10 @@ def kernels() -> ctypes.CDLL | None:
     library.outrider_walk.restype = None
     library.outrider_probs.argtypes = [pointer, whole, pointer, pointer, pointer, pointer]
     library.outrider_probs.restype = whole
-    library.outrider_race.argtypes = [pointer, whole, ctypes.c_uint64]
-    library.outrider_race.restype = whole
+    library.outrider_earliest.argtypes = [pointer, whole, ctypes.c_uint64, whole, pointer]
+    library.outrider_earliest.restype = whole
+    library.outrider_children.argtypes = [pointer, whole, pointer, whole, *[pointer] * 7, whole]
+    library.outrider_children.restype = None
     library.outrider_logprobs.argtypes = [pointer, whole, pointer, pointer, whole, pointer, pointer, whole]
     library.outrider_logprobs.restype = None
     library.outrider_item_bytes.restype = whole
@@ -95,10 +105,38 @@ def probs(library: ctypes.CDLL, draw: DrawItem, logits: torch.Tensor) -> Float64
     return _ERRORS[error] or out
 
 
-def race(library: ctypes.CDLL, weights: Float64, key: int) -> int:
-    """The id drawn from unnormalised weights; -1 where none is positive."""
+def earliest(library: ctypes.CDLL, weights: Float64, key: int, wanted: int) -> list[int]:
+    """Up to `wanted` ids drawn without replacement from unnormalised weights, in order."""
     weights = np.ascontiguousarray(weights)
-    return int(library.outrider_race(weights.ctypes.data, weights.size, key))
+    token_ids = np.empty(wanted, np.int64)
+    drawn = library.outrider_earliest(weights.ctypes.data, weights.size, key, wanted, token_ids.ctypes.data)
+    drawn_ids: list[int] = token_ids[:drawn].tolist()
+    return drawn_ids
+
+
+def children(
+    library: ctypes.CDLL, draws: Sequence[DrawItem], widths: Sequence[int], logits: torch.Tensor
+) -> list[Children | None]:
+    """Up to widths[i] children of draw i; None where nothing can be drawn."""
+    packed = pack(draws)
+    wanted = np.minimum(np.array(widths, np.int64), logits.shape[1])
+    ends = np.cumsum(wanted)
+    starts = ends - wanted
+    ids, scores = np.empty(int(ends[-1]), np.int64), np.empty(int(ends[-1]), np.float64)
+    counts = np.empty(len(draws), np.int64)
+    library.outrider_children(
+        logits.data_ptr(), logits.shape[1], packed.items.ctypes.data, len(draws),
+        packed.pool.ctypes.data, packed.values.ctypes.data, wanted.ctypes.data, starts.ctypes.data,
+        ids.ctypes.data, scores.ctypes.data, counts.ctypes.data, torch.get_num_threads(),
+    )  # fmt: skip
+    all_ids, all_scores = ids.tolist(), scores.tolist()
+    found: list[Children | None] = []
+    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+        end = start + count
+        found.append(
+            Children(tuple(all_ids[start:end]), tuple(all_scores[start:end])) if count >= 0 else None
+        )
+    return found
 
 
 def logprobs(

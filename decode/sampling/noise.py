@@ -11,6 +11,7 @@ argmax_v(log t(v) + gumbel(v)) is computed as the exponential race argmin_v expo
 logarithm turns one into the other, and it is one logarithm instead of two.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -33,13 +34,26 @@ class Stream(IntEnum):
     BONUS = 4
 
 
+def draft_stream(lane: int, path: Sequence[int]) -> int:
+    """The DRAFT stream of one node: behind the draft tokens `path`, in one of several independent lanes.
+
+    Every node has noise of its own, so that neither what was drawn elsewhere in the tree nor an earlier step that
+    drafted the same position says anything about its children. The lowest three bits are DRAFT, so that no
+    other stream is met; lane 0 with an empty path is DRAFT itself.
+    """
+    key = lane
+    for token_id in path:
+        key = _mix(((key ^ token_id) + GOLDEN) & MASK)
+    return (key << 3 & MASK) | Stream.DRAFT
+
+
 def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
     return value ^ (value >> 31)
 
 
-def noise_key(seed: int, choice: int, position: int, stream: Stream = Stream.SHARED) -> int:
+def noise_key(seed: int, choice: int, position: int, stream: int = Stream.SHARED) -> int:
     """The 64-bit key of one draw."""
     key = _mix((seed + GOLDEN) & MASK)
     for part in (choice, position, int(stream)):
@@ -57,7 +71,7 @@ def uniforms(key: int, token_ids: Int64) -> Float64:
 
 
 def uniform(key: int, token_id: int = 0) -> float:
-    """One uniform; accept decisions use token id 0."""
+    """One uniform; accept decisions put the number of the trial in the place of the token id."""
     return float(max(1, _mix((key + (token_id + 1) * GOLDEN) & MASK) >> 11)) * 2.0**-53
 
 
@@ -66,9 +80,7 @@ def exponentials(key: int, token_ids: Int64) -> Float64:
     return -natural_log(uniforms(key, token_ids))
 
 
-def gumbel(
-    seed: int, choice: int, position: int, token_ids: Int64, stream: Stream = Stream.SHARED
-) -> Float64:
+def gumbel(seed: int, choice: int, position: int, token_ids: Int64, stream: int = Stream.SHARED) -> Float64:
     """The Gumbel noise of the given *target* token ids; best-first trees rank by log d + this."""
     return -natural_log(exponentials(noise_key(seed, choice, position, stream), token_ids))
 
@@ -84,3 +96,15 @@ def race(weights: Float64, key: int, token_ids: Int64 | None = None) -> int:
     ids = positive if token_ids is None else token_ids[positive]
     times = exponentials(key, ids) / weights[positive]
     return int(ids[times == times.min()].min())
+
+
+def earliest(weights: Float64, key: int, wanted: int) -> list[int]:
+    """Up to `wanted` ids drawn one after another without replacement; ties to the lowest id, weight 0 never.
+
+    The first arrivals of the race: the ids with the largest log weight + gumbel (Kool, van Hoof, Welling 2019).
+    """
+    positive = np.flatnonzero(weights > 0.0)
+    with np.errstate(over="ignore"):
+        times = exponentials(key, positive) / weights[positive]
+    order = np.argsort(times, kind="stable")[:wanted]
+    return [int(index) for index in positive[order[np.isfinite(times[order])]]]

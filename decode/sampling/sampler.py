@@ -6,11 +6,21 @@ import torch
 
 from decode.sampling import native, reference
 from decode.sampling.arithmetic import Float64
-from decode.sampling.native import LogprobRequest, Walk
-from decode.sampling.noise import race as reference_race
+from decode.sampling.native import Children, LogprobRequest, Walk
+from decode.sampling.noise import earliest as reference_earliest
 from decode.sampling.step_items import DrawItem
 
-__all__ = ["LogprobRequest", "Walk", "as_rows", "logprobs", "probs", "race", "walk"]
+__all__ = [
+    "Children",
+    "LogprobRequest",
+    "Walk",
+    "as_rows",
+    "children",
+    "earliest",
+    "logprobs",
+    "probs",
+    "walk",
+]
 
 
 def as_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -32,10 +42,26 @@ def probs(draw: DrawItem, logits: torch.Tensor) -> Float64 | str:
     return reference.probs(draw, logits) if library is None else native.probs(library, draw, logits)
 
 
-def race(weights: Float64, key: int) -> int:
-    """The id drawn from unnormalised weights; the caller has seen that one is positive."""
+def earliest(weights: Float64, key: int, wanted: int = 1) -> list[int]:
+    """Up to `wanted` ids drawn without replacement from unnormalised weights; fewer where fewer are positive."""
     library = native.kernels()
-    return reference_race(weights, key) if library is None else native.race(library, weights, key)
+    if library is None:
+        return reference_earliest(weights, key, wanted)
+    return native.earliest(library, weights, key, wanted)
+
+
+def children(draws: Sequence[DrawItem], widths: Sequence[int], logits: torch.Tensor) -> list[Children | None]:
+    """Up to widths[i] distinct children of draw i's row, past its path; None where nothing can be drawn.
+
+    Greedy: the largest logits, scored by their log-softmax. Else the largest of log d + gumbel, d being what
+    the draw's pipeline leaves and the noise that of its stream, scored by the log-softmax of that sum.
+    """
+    if not draws:
+        return []
+    library = native.kernels()
+    if library is None:
+        return reference.children(draws, widths, logits)
+    return native.children(library, draws, widths, logits)
 
 
 def logprobs(requests: Sequence[LogprobRequest], logits: torch.Tensor) -> list[list[tuple[int, float]]]:

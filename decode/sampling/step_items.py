@@ -32,6 +32,7 @@ class DrawItem:
     """One walk of the kernel: a tree (or none) behind a logits row, past the draft tokens `path`.
 
     `position` is that of the token drawn at the root, after `path`. Node j's logits row is logits_row + 1 + j.
+    `stream` is a `Stream` or a `draft_stream`.
     """
 
     sampling: SamplingParams
@@ -40,7 +41,7 @@ class DrawItem:
     position: int
     history: TokenHistory
     logits_row: int
-    stream: Stream = Stream.SHARED
+    stream: int = Stream.SHARED
     path: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
@@ -88,7 +89,7 @@ def _pack_one(item: DrawItem, pool: _Pool, result: int) -> tuple[float, ...]:
     nodes = pool.add(item.token_ids)
     pool.add(item.parents)
     head = (item.logits_row, len(item.token_ids), nodes, pool.add(item.path), len(item.path))
-    keys = (item.seed, item.choice, item.position, int(item.stream), sampling.top_k)
+    keys = (item.seed, item.choice, item.position, item.stream, sampling.top_k)
     temperature = 0.0 if sampling.greedy else sampling.temperature
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     lists = (*_penalty_lists(item, pool), *_bias_lists(item, pool), *_word_lists(item, pool))

@@ -130,6 +130,27 @@ def test_logits_rows_of_mixed_sequences_are_found_by_their_start(engine: Engine,
     engine.kv.close(table)
 
 
+@pytest.mark.parametrize("parents", [None, [0, 0, 0, 1, 1, 2]], ids=["chain", "tree"])
+def test_rows_grown_level_by_level_are_those_of_one_step(
+    engine: Engine, table: BlockTable, parents: list[int] | None
+) -> None:
+    token_ids = [5, 6, 7, 8, 9, 50]
+    at_once = engine.step([SequenceStep(table, 10, token_ids, parents)]).logits
+    grown = []
+    for written, rows in ((0, 1), (1, 3), (3, 6)):
+        up_to = None if parents is None else parents[:rows]
+        step = SequenceStep(table, 10, token_ids[:rows], up_to, num_written=written)
+        grown.append(engine.step([step]).logits)
+    assert torch.equal(torch.cat(grown), at_once)
+    engine.kv.close(table)
+
+
+def test_a_step_whose_rows_are_all_written_is_refused(engine: Engine, table: BlockTable) -> None:
+    with pytest.raises(StepRefused, match="none would be evaluated"):
+        engine.step([SequenceStep(table, 10, [5, 6], num_written=2)])
+    engine.kv.close(table)
+
+
 def test_auxiliary_rows_do_not_change_the_others(engine: Engine, table: BlockTable) -> None:
     plain = engine.step([SequenceStep(table, 10, [5, 6, 7])])
     beside = engine.step([SequenceStep(table, 10, [5, 6, 7, 50, 51], [0, 0, 1, 0, 3], num_auxiliary=2)])

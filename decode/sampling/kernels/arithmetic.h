@@ -54,6 +54,22 @@ inline double natural_log(double x) {
   return exponent * kLn2High + ((s + s) * sum + exponent * kLn2Low);
 }
 
+// As `natural_log`, for eight normal numbers > 0.
+inline Doubles natural_logs(Doubles x) {
+  const Ints bits = (Ints)x;
+  Ints exponents = (bits >> 52) - 1022;
+  Doubles mantissas = (Doubles)((bits & 0xfffffffffffffll) | 0x3fe0000000000000ll);
+  const Ints small = (Ints)(mantissas < 0.7071067811865476);
+  mantissas = small ? mantissas * 2.0 : mantissas;
+  exponents += small;
+  const Doubles s = (mantissas - 1.0) / (mantissas + 1.0);
+  const Doubles z = s * s;
+  Doubles sum = Doubles{} + 1.0 / 25.0;
+  for (int odd = 23; odd >= 1; odd -= 2) sum = sum * z + 1.0 / odd;
+  return __builtin_convertvector(exponents, Doubles) * kLn2High +
+         ((s + s) * sum + __builtin_convertvector(exponents, Doubles) * kLn2Low);
+}
+
 inline double lane_total(Doubles sums) {
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
@@ -82,6 +98,15 @@ inline uint64_t noise_bits(uint64_t key, uint64_t token_id) {
 
 // k * 2^-53 with k in [1, 2^53).
 inline double uniform(uint64_t key, uint64_t token_id) { return (double)noise_bits(key, token_id) * 0x1p-53; }
+
+// Of the eight ids from `first` on.
+inline Doubles uniforms(uint64_t key, int64_t first) {
+  Words offsets;
+  for (int lane = 0; lane < kLanes; ++lane) offsets[lane] = (uint64_t)(first + lane + 1) * kGolden;
+  Words bits = mix(offsets + key) >> 11;
+  bits -= (Words)(bits == 0);
+  return __builtin_convertvector((Ints)bits, Doubles) * 0x1p-53;
+}
 
 inline Doubles load(const float* x, int64_t at, int64_t count) {
   Floats values = Floats{} - INFINITY;

@@ -1,6 +1,8 @@
 // Draws as an exponential race: the smallest E(v) / w(v), E = -log u, is the argmax of log t(v) + gumbel(v).
 #pragma once
 
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "arithmetic.h"
@@ -46,5 +48,65 @@ inline int64_t race_all(const float* x, int64_t count, double largest, double in
   }
   return race.winner;
 }
+
+// The first `wanted` arrivals of a race, which are draws without replacement; ties to the lowest id.
+class Earliest {
+ public:
+  Earliest(uint64_t key, int64_t wanted) : key_(key), wanted_(wanted) {}
+
+  void enter(int64_t token_id, double weight) {
+    const double u = uniform(key_, (uint64_t)token_id);
+    if (weight <= 0.0 || 1.0 - u > latest() * weight * kSlack) return;
+    arrive(token_id, -natural_log(u) / weight);
+  }
+
+  // As `enter`, and adds 1 / time to the rates, which `log_rate_total` sums. Lane j holds the ids j, j + 8, ...
+  void enter_rated(int64_t token_id, double weight) {
+    const double time = -natural_log(uniform(key_, (uint64_t)token_id)) / weight;
+    rates_[token_id % kLanes] += 1.0 / time;
+    arrive(token_id, time);
+  }
+
+  // `enter_rated` of the eight ids from `first` on, which is a multiple of 8; weight 0: absent.
+  void enter_rated(int64_t first, Doubles weights) {
+    const Doubles times = -natural_logs(uniforms(key_, first)) / weights;
+    rates_ += 1.0 / times;
+    const Ints early = (Ints)(times <= Doubles{} + latest());
+    if (!(early[0] | early[1] | early[2] | early[3] | early[4] | early[5] | early[6] | early[7])) return;
+    for (int lane = 0; lane < kLanes; ++lane) arrive(first + lane, times[lane]);
+  }
+
+  // Log of the sum of all rates.
+  double log_rate_total() const { return natural_log(lane_total(rates_)); }
+
+  // (time, id), earliest first.
+  const std::vector<std::pair<double, int64_t>>& sorted() {
+    std::sort(first_.begin(), first_.end());
+    return first_;
+  }
+
+ private:
+  double latest() const {
+    if (wanted_ == 0) return -INFINITY;
+    return (int64_t)first_.size() < wanted_ ? INFINITY : first_.front().first;
+  }
+
+  void arrive(int64_t token_id, double time) {
+    const std::pair<double, int64_t> arrival{time, token_id};
+    if (!(time < INFINITY) || wanted_ == 0) return;
+    if ((int64_t)first_.size() == wanted_) {
+      if (!(arrival < first_.front())) return;
+      std::pop_heap(first_.begin(), first_.end());
+      first_.pop_back();
+    }
+    first_.push_back(arrival);
+    std::push_heap(first_.begin(), first_.end());
+  }
+
+  uint64_t key_;
+  int64_t wanted_;
+  std::vector<std::pair<double, int64_t>> first_;  // a heap, the latest in front
+  Doubles rates_ = Doubles{};
+};
 
 }  // namespace sampling

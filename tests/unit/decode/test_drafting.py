@@ -20,6 +20,7 @@ def drafts(draw: st.DrawFn) -> Draft:
         draft_probs=torch.arange(float(size))[:, None],
         auxiliary_token_ids=tuple(range(200, 200 + num_auxiliary)),
         auxiliary_parents=auxiliary,
+        sources=tuple(range(size)),
     )
 
 
@@ -34,6 +35,7 @@ def test_a_cut_draft_keeps_paths_and_probabilities_of_the_nodes_that_stay(
     assert set(paths(cut)) <= set(paths(draft))
     if cut.draft_probs is not None:
         assert cut.draft_probs[:, 0].tolist() == [float(token_id - 100) for token_id in cut.token_ids]
+    assert cut.sources == tuple(token_id - 100 for token_id in cut.token_ids)
 
 
 @settings(deadline=None)
@@ -70,10 +72,18 @@ def test_a_leading_chain_keeps_the_auxiliary_rows_whose_parents_stay(draft: Draf
 
 @settings(deadline=None)
 @given(drafts())
-def test_a_leading_chain_is_a_chain_and_a_beginning(draft: Draft) -> None:
+def test_a_leading_chain_follows_first_children_to_a_leaf(draft: Draft) -> None:
     chain = leading_chain(draft)
     assert chain.is_chain
-    assert draft.token_ids[: len(chain.token_ids)] == chain.token_ids
+    row, path = 0, []
+    while row in draft.parents:
+        node = draft.parents.index(row)
+        path.append(node)
+        row = node + 1
+    assert chain.token_ids == tuple(draft.token_ids[node] for node in path)
+    assert chain.sources == tuple(draft.sources[node] for node in path)
+    if chain.draft_probs is not None:
+        assert chain.draft_probs[:, 0].tolist() == [float(node) for node in path]
 
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:

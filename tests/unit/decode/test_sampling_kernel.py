@@ -14,7 +14,7 @@ from core.records import SamplingParams
 from decode.sampling import native, reference
 from decode.sampling.arithmetic import exp_weights, natural_log
 from decode.sampling.history import TokenHistory
-from decode.sampling.noise import Stream, gumbel, noise_key, race, uniform, uniforms
+from decode.sampling.noise import Stream, earliest, gumbel, noise_key, race, uniform, uniforms
 from decode.sampling.step_items import DrawItem
 
 
@@ -90,6 +90,8 @@ def test_the_kernel_walks_every_tree_as_the_reference_does(
             assert not isinstance(actual, str)
             assert np.array_equal(actual, expected)
             assert abs(expected.sum() - 1.0) < 1e-6
+    widths = [data.draw(st.integers(0, 5)) for _ in draws]
+    assert native.children(library, draws, widths, logits) == reference.children(draws, widths, logits)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 2.0])
@@ -103,6 +105,8 @@ def test_the_kernel_draws_as_the_reference_over_a_real_vocabulary(
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     draws = [DrawItem(sampling, seed, 0, 9, TokenHistory([1]), seed % 4) for seed in range(8)]
     assert native.walk(library, draws, logits) == reference.walk(draws, logits)
+    widths = [1 + seed for seed in range(8)]
+    assert native.children(library, draws, widths, logits) == reference.children(draws, widths, logits)
 
 
 def test_a_walk_follows_the_drawn_children_and_stops_where_none_holds_the_token(library: CDLL) -> None:
@@ -173,6 +177,18 @@ def test_the_race_is_the_argmax_of_log_weights_plus_gumbel() -> None:
     for position in range(50):
         expected = int(np.argmax(np.log(weights) + gumbel(3, 1, position, token_ids)))
         assert race(weights, noise_key(3, 1, position)) == expected
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 3, 600])
+def test_draws_without_replacement_are_the_first_of_the_race(library: CDLL, wanted: int) -> None:
+    weights = np.random.default_rng(1).random(500) ** 8
+    weights[::7] = 0.0
+    for position in range(30):
+        key = noise_key(3, 1, position)
+        noisy = np.log(np.maximum(weights, 1e-300)) + gumbel(3, 1, position, np.arange(500, dtype=np.int64))
+        expected = [int(index) for index in np.argsort(-noisy) if weights[index] > 0.0][:wanted]
+        assert earliest(weights, key, wanted) == expected
+        assert native.earliest(library, weights, key, wanted) == expected
 
 
 def test_own_exp_and_log_agree_with_the_libraries_to_the_last_few_bits() -> None:

@@ -72,6 +72,24 @@ def test_more_choices_than_rows_step_in_turn() -> None:
     assert [choice.key for choice in plan.choices] == list(range(32))
 
 
+def test_a_search_takes_a_row_for_each_hypothesis_and_waits_for_its_turn_whole() -> None:
+    wide = ChoiceView(1, 0, 0, num_roots=20)
+    plan = plan_step([ChoiceView(0, 8, 8), wide, ChoiceView(2, 8, 8)], [], 32, False)
+    assert [(choice.key, choice.max_nodes) for choice in plan.choices] == [(0, 5), (1, 0), (2, 5)]
+    plan = plan_step([ChoiceView(0, 4, 4), wide, ChoiceView(2, 4, 4)], [PrefillView(9, 50)], 24, False)
+    assert [choice.key for choice in plan.choices] == [0]
+
+
+def test_a_search_whose_turn_it_is_steps_however_wide_it_is() -> None:
+    wide = ChoiceView(1, 0, 0, num_roots=24)
+    plan = plan_step([wide, ChoiceView(2, 4, 4)], [PrefillView(9, 50)], 24, False)
+    assert [choice.key for choice in plan.choices] == [1]
+    assert plan.prefills == ()
+    plan = plan_step([wide, ChoiceView(2, 4, 4)], [PrefillView(9, 50)], 40, False)
+    assert [choice.key for choice in plan.choices] == [1, 2]
+    assert 24 + 1 + plan.choices[1].max_nodes + plan.prefills[0].rows <= 40
+
+
 def waiting(*sizes: int, overtaken: int = 0) -> list[WaitingView]:
     return [WaitingView(key, blocks, 1, overtaken) for key, blocks in enumerate(sizes)]
 
