@@ -34,7 +34,7 @@ FIXED = SPECULATIONS[1]
 
 def worker_settings(window: int = 4, ngram: int = 3, **decode: int) -> DecodeSettings:
     drafters = DraftersSettings(lookahead=LookaheadSettings(window=window, ngram=ngram))
-    return DecodeSettings(drafters=drafters, **decode)  # type: ignore[arg-type]
+    return DecodeSettings(drafters=drafters, **decode)
 
 
 def small_engine(num_blocks: int = 128, max_context: int | None = None) -> EngineSettings:
