@@ -131,7 +131,7 @@ def test_the_gradient_is_that_of_the_plain_cross_entropy() -> None:
     target = target_of()
     batch = make_batch([made_up(number, 12, target) for number in range(3)], 100)
     ours, plain = make_head(), make_head()
-    sum(ours.losses(batch, target)).backward()  # type: ignore[union-attr]
+    torch.stack(ours.losses(batch, target)).sum().backward()  # type: ignore[no-untyped-call]
     reduced = torch.tensor(IDS)
     counted = batch.answer.clone()
     counted[:, 1:] &= torch.isin(batch.best_ids[:, :-1], reduced)
@@ -139,7 +139,8 @@ def test_the_gradient_is_that_of_the_plain_cross_entropy() -> None:
     wanted = torch.softmax(batch.final[rows, tokens - 1] @ target.output[reduced].T, -1)
     embedded = target.embedding[batch.token_ids[:, 1:-1]]
     for logits in unrolled_logits(plain, batch.planes[:, :-2], embedded, 2):
-        functional.cross_entropy(logits[rows, tokens - 2], wanted).backward(retain_graph=True)
+        loss = functional.cross_entropy(logits[rows, tokens - 2], wanted)
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     for (name, parameter), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None, name
         torch.testing.assert_close(parameter.grad, other.grad, atol=1e-5, rtol=1e-3, msg=name)
