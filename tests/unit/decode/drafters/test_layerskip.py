@@ -154,7 +154,7 @@ def test_the_adapter_is_what_its_formula_says(model: Path, artifact: Path) -> No
 
 def test_requests_of_one_batch_equal_themselves_alone_in_any_mixture(model: Path, artifact: Path) -> None:
     drafter, engine = load(model, artifact)
-    biased = replace(GREEDY, logit_bias={5: 40.0})
+    biased = replace(GREEDY, logit_bias={5: 1000.0})
     kinds: list[tuple[SamplingParams, VerificationMode]] = [
         (GREEDY, "invariant"), (HOT, "invariant"), (HOT, "rejection"), (biased, "invariant"), (GREEDY, "rejection"),
     ]  # fmt: skip
