@@ -2,11 +2,15 @@
 
 from core.records import (
     ChoiceFinish,
+    EarlyStopping,
     FinishReason,
+    Grammar,
+    GrammarKind,
     PrefillPeer,
     SamplingParams,
     SpeculationParams,
     SpeculationReport,
+    ThinkingPace,
     Timing,
     TokenLogprobs,
     Usage,
@@ -19,6 +23,12 @@ _FINISH_TO_WIRE = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+_EARLY_STOPPING_TO_WIRE: dict[EarlyStopping, common_pb2.EarlyStopping] = {
+    False: common_pb2.EARLY_STOPPING_FALSE,
+    True: common_pb2.EARLY_STOPPING_TRUE,
+    "never": common_pb2.EARLY_STOPPING_NEVER,
+}
+_EARLY_STOPPING_FROM_WIRE = {wire: early for early, wire in _EARLY_STOPPING_TO_WIRE.items()}
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -39,12 +49,23 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         n=params.n,
         ignore_eos=params.ignore_eos,
+        beam_width=params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=_EARLY_STOPPING_TO_WIRE[params.early_stopping],
     )
     if params.seed is not None:
         message.seed = params.seed
     if params.logprobs is not None:
         message.logprobs = params.logprobs
+    if params.grammar is not None:
+        setattr(message, params.grammar.kind, params.grammar.text)
     return message
+
+
+def grammar_from_wire(message: common_pb2.SamplingParams) -> Grammar | None:
+    """What the answer must follow, if anything."""
+    kind: GrammarKind | None = message.WhichOneof("grammar")
+    return None if kind is None else Grammar(kind, getattr(message, kind))
 
 
 def sampling_from_wire(request: decode_pb2.DecodeRequest) -> SamplingParams:
@@ -70,6 +91,10 @@ def sampling_from_wire(request: decode_pb2.DecodeRequest) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         n=message.n if message.HasField("n") else 1,
         ignore_eos=message.ignore_eos,
+        beam_width=message.beam_width if message.HasField("beam_width") else 1,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
+        early_stopping=early_stopping_from_wire(message.early_stopping),
+        grammar=grammar_from_wire(message),
     )
 
 
@@ -80,6 +105,24 @@ _VERIFICATIONS: dict[VerificationMode, common_pb2.Verification] = {
     "typical": common_pb2.VERIFICATION_TYPICAL,
 }
 _MODES = {value: mode for mode, value in _VERIFICATIONS.items()}
+
+
+def early_stopping_from_wire(value: common_pb2.EarlyStopping) -> EarlyStopping:
+    """Unspecified means False."""
+    return _EARLY_STOPPING_FROM_WIRE.get(value, False)
+
+
+def thinking_to_wire(pace: ThinkingPace) -> decode_pb2.ThinkingPace:
+    """K while the answer thinks aloud."""
+    return decode_pb2.ThinkingPace(draft_length=pace.draft_length, opening=pace.opening, closing=pace.closing)
+
+
+def thinking_from_wire(request: decode_pb2.DecodeRequest) -> ThinkingPace | None:
+    """The inverse of `thinking_to_wire`; None where the request has none."""
+    if not request.HasField("thinking"):
+        return None
+    message = request.thinking
+    return ThinkingPace(message.draft_length, message.opening, message.closing)
 
 
 def verification_to_wire(mode: VerificationMode) -> common_pb2.Verification:

@@ -6,6 +6,7 @@ from core.errors import InvalidArgument
 from core.records import ChoiceFinish
 from core.settings import DecodeSettings
 from core.tokenizer import IncrementalDetokenizer, Tokenizer
+from decode.beam_group import BeamGroup
 from decode.choice import Choice, Listener, Request
 from decode.drafters.protocol import Drafter, DraftRequest
 from decode.drafting import FALLBACK_SHORT
@@ -13,6 +14,7 @@ from decode.finisher import Finisher
 from decode.job import DecodeJob, JobLimits
 from decode.report import Tally
 from decode.sampling.history import TokenHistory
+from decode.thinking import ThinkingSpan
 from engine.block_table import BlockTable
 from engine.kv_cache import KvCache
 
@@ -55,6 +57,8 @@ class RequestFactory:
 
     def _choose(self, job: DecodeJob) -> tuple[Drafter, str]:
         """The drafter asked for, and why it is not used ("": it is)."""
+        if job.sampling.beam_width > 1:
+            return self._drafters["none"], ""
         speculation = job.speculation
         name = speculation.drafter
         if name == AUTO:
@@ -74,7 +78,7 @@ class RequestFactory:
         sampling, speculation = job.sampling, job.speculation
         committed = job.committed_ids(index)
         history = TokenHistory(job.prompt_ids, committed)
-        limit = self._limits.token_limit(len(job.prompt_ids), sampling.max_tokens)
+        limit = self._limits.token_limit(len(job.prompt_ids), sampling.max_tokens, sampling.beam_width)
         finisher = Finisher(sampling, limit, IncrementalDetokenizer(self._tokenizer))
         finish = _finish_so_far(finisher, committed, index)
         width = speculation.draft_width or drafter.needs.default_draft_width
@@ -101,11 +105,30 @@ class RequestFactory:
             drafter=drafter,
             draft_length_fixed=speculation.draft_length if job.draft_length_fixed else None,
             draft_length_start=_start_length(job, drafter),
+            thinking=self._thinking(job, drafter),
             draft_request=draft_request,
+            beams=BeamGroup(sampling, history, finisher) if sampling.beam_width > 1 else None,
             ended=finish is not None or job.is_finished(index),
             finish=finish,
         )
         return choice
+
+    def _thinking(self, job: DecodeJob, drafter: Drafter) -> ThinkingSpan | None:
+        """None where K is fixed, nothing is drafted, or a marker has no tokens."""
+        pace = job.thinking
+        if pace is None or job.draft_length_fixed or drafter.name == "none":
+            return None
+        opening, closing = (tuple(self._tokenizer.encode(text)) for text in (pace.opening, pace.closing))
+        if not opening or not closing:
+            return None
+        outside = _start_length(job, drafter)
+        longest = drafter.needs.max_draft_length
+        return ThinkingSpan(
+            opening=opening,
+            closing=closing,
+            thinking_length=max(0, min(pace.draft_length, longest)),
+            outside_length=drafter.needs.default_draft_length if outside is None else outside,
+        )
 
 
 def _check_lengths(job: DecodeJob, drafter: Drafter) -> None:

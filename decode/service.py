@@ -12,7 +12,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from core import telemetry_names as names
 from core.errors import Internal, InvalidArgument, ServiceError
 from core.grpc_errors import error_trailers, status_code
-from core.records import APPROXIMATE_MODES, SpeculationReport
+from core.records import SpeculationReport
 from core.telemetry import context_from_metadata, tracer
 from core.wire import finish_to_wire, logprobs_to_wire, report_to_wire, timing_to_wire, usage_to_wire
 from decode.live import LiveRequest
@@ -199,7 +199,7 @@ def _describe(span: Span, live: LiveRequest) -> None:
         names.HANDOFF_SIZE: live.handoff.num_bytes,
         names.HANDOFF_BLOCKS: live.handoff.blocks,
         names.VERIFICATION: live.job.speculation.verification,
-        names.APPROXIMATE: live.job.speculation.verification in APPROXIMATE_MODES,
+        names.APPROXIMATE: bool(live.job.speculation.approximation),
     }
     span.set_attributes(attributes)
     span.set_attribute(names.GEN_AI_FINISH_REASONS, [finish.reason.value for finish in live.finishes()])

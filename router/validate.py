@@ -1,10 +1,19 @@
 """From a GenerateRequest to core records, or InvalidArgument naming the field (DESIGN §8, CASES B51)."""
 
 from core.errors import InvalidArgument
-from core.records import APPROXIMATE_MODES, REQUEST_CLASSES, RequestClass, SamplingParams, SpeculationParams
+from core.records import (
+    APPROXIMATE_DRAFTERS,
+    APPROXIMATE_MODES,
+    REQUEST_CLASSES,
+    RequestClass,
+    SamplingParams,
+    SpeculationParams,
+    VerificationMode,
+)
 from core.settings import RouterSettings
 from core.wire import verification_from_wire
 from outrider.v1 import common_pb2, inference_pb2
+from router.validate_beams import check_beam_search
 from router.validate_sampling import check_sampling, check_token_ids
 from router.views import ChatTurn, CheckedRequest, Offer, PromptInput, ServedModel
 
@@ -40,8 +49,14 @@ def check_request(
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
         raise InvalidArgument("cache_salt", f"longer than {MAX_CACHE_SALT_CHARACTERS} characters")
     sampling = check_sampling(
-        request.sampling, model.vocab_size, min(settings.max_tokens_limit, model.max_context), settings.max_n
+        request.sampling,
+        model.vocab_size,
+        min(settings.max_tokens_limit, model.max_context),
+        settings.max_n,
+        settings.max_beam_width,
+        settings.max_grammar_bytes,
     )
+    check_beam_search(request)
     return CheckedRequest(
         prompt=_check_prompt(request, model, settings.max_prompt_bytes),
         sampling=sampling,
@@ -172,6 +187,8 @@ def _check_speculation(
         raise InvalidArgument(
             "speculation.verification", f"{verification} changes the distribution: set allow_approximate"
         )
+    if drafter in APPROXIMATE_DRAFTERS:
+        _check_approximate_drafter(drafter, verification, message.allow_approximate)
     return SpeculationParams(
         drafter=drafter,
         draft_length=_draft_length(message, drafter, offer, max_length),
@@ -179,6 +196,17 @@ def _check_speculation(
         verification=verification,
         allow_approximate=message.allow_approximate,
     )
+
+
+def _check_approximate_drafter(drafter: str, verification: VerificationMode, allowed: bool) -> None:
+    if not allowed:
+        raise InvalidArgument(
+            "speculation.drafter", f"{drafter} changes the distribution: set allow_approximate"
+        )
+    if verification != "invariant":
+        raise InvalidArgument(
+            "speculation.verification", f"{drafter} accepts by a rule of its own, not {verification}"
+        )
 
 
 def _draft_length(

@@ -1,7 +1,8 @@
 """From keyword options to a GenerateRequest. What can be seen to be wrong here is refused before sending."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, TypedDict
+from typing import Literal, NoReturn, TypedDict
 
 from outrider.errors import InvalidArgumentError
 from outrider.results import Verification
@@ -18,6 +19,14 @@ VERIFICATIONS: dict[Verification, common_pb2.Verification] = {
 }
 """What the wire calls each mode."""
 
+EarlyStopping = Literal["never"] | bool
+"""When a beam search that has `beam_width` whole answers ends: True, at once; False or "never", see the protocol."""
+_EARLY_STOPPING: dict[EarlyStopping, common_pb2.EarlyStopping] = {
+    False: common_pb2.EARLY_STOPPING_FALSE,
+    True: common_pb2.EARLY_STOPPING_TRUE,
+    "never": common_pb2.EARLY_STOPPING_NEVER,
+}
+
 
 class Message(TypedDict):
     """One turn of a chat."""
@@ -27,7 +36,11 @@ class Message(TypedDict):
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Everything but the prompt. What is absent or None takes the server's default."""
+    """Everything but the prompt. What is absent or None takes the server's default.
+
+    The answer follows one of `json_schema` (as text or as a mapping), `regex` (the whole of it) and `ebnf` (from the
+    rule `root` on), where one is given.
+    """
 
     messages: Sequence[Message] | None
     max_tokens: int | None
@@ -47,6 +60,12 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     n: int | None
     ignore_eos: bool | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: EarlyStopping | None
+    json_schema: str | Mapping[str, object] | None
+    regex: str | None
+    ebnf: str | None
     drafter: str | None
     draft_length: int | None
     draft_width: int | None
@@ -63,7 +82,9 @@ class GenerateOptions(TypedDict, total=False):
 _SAMPLING_NUMBERS = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "seed", "logprobs", "n", "ignore_eos",
+    "beam_width", "length_penalty",
 )  # fmt: skip
+_GRAMMARS = ("json_schema", "regex", "ebnf")
 _SPECULATION_FIELDS = ("drafter", "draft_length", "draft_width", "allow_approximate")
 
 
@@ -75,6 +96,7 @@ def build_request(prompt: Prompt | None, options: GenerateOptions) -> inference_
     request = inference_pb2.GenerateRequest()
     _set_prompt(request, prompt, options.get("messages"))
     _set_sampling(request.sampling, options)
+    _set_grammar(request.sampling, options)
     _set_speculation(request.speculation, options)
     for name in ("request_class", "cache_salt", "model"):
         _assign(request, name, options.get(name), name)
@@ -114,6 +136,11 @@ def _add_message(chat: common_pb2.Chat, message: Message, field: str) -> None:
 def _set_sampling(sampling: common_pb2.SamplingParams, options: GenerateOptions) -> None:
     for name in _SAMPLING_NUMBERS:
         _assign(sampling, name, options.get(name), f"sampling.{name}")
+    early = options.get("early_stopping")
+    if early is not None:
+        if early not in ("never", True, False):
+            _refuse("sampling.early_stopping", f"{early!r} is not one of True, False, 'never'")
+        sampling.early_stopping = _EARLY_STOPPING[early]
     stop = options.get("stop")
     texts = {"stop": [stop] if isinstance(stop, str) else stop, "bad_words": options.get("bad_words")}
     for name, values in texts.items():
@@ -125,6 +152,20 @@ def _set_sampling(sampling: common_pb2.SamplingParams, options: GenerateOptions)
             sampling.logit_bias[token_id] = bias
         except (TypeError, ValueError) as error:
             _refuse(f"sampling.logit_bias[{token_id}]", str(error))
+
+
+def _set_grammar(sampling: common_pb2.SamplingParams, options: GenerateOptions) -> None:
+    given = [name for name in _GRAMMARS if options.get(name) is not None]
+    if len(given) > 1:
+        _refuse("sampling.grammar", f"give one of {', '.join(_GRAMMARS)}, not {' and '.join(given)}")
+    for name in given:
+        value = options.get(name)
+        if name == "json_schema" and isinstance(value, Mapping):
+            try:
+                value = json.dumps(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                _refuse("sampling.grammar", f"the JSON schema is not JSON: {error}")
+        setattr(sampling, name, _text("sampling.grammar", value))
 
 
 def _set_speculation(speculation: common_pb2.SpeculationParams, options: GenerateOptions) -> None:

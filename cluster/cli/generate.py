@@ -31,6 +31,12 @@ def generate_command(
     n: Annotated[int | None, typer.Option("-n", help="Answers.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Log-probabilities of so many tokens.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on after the end of sequence.")] = False,
+    beam_width: o.BeamWidth = None,
+    length_penalty: o.LengthPenalty = None,
+    early_stopping: o.EarlyStopping = None,
+    json_schema: o.JsonSchema = None,
+    regex: o.Regex = None,
+    ebnf: o.Ebnf = None,
     drafter: o.Drafter = None,
     draft_length: o.DraftLength = None,
     draft_width: o.DraftWidth = None,
@@ -50,8 +56,12 @@ def generate_command(
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "seed": seed,
         "stop": stop, "n": n, "logprobs": logprobs, "ignore_eos": ignore_eos or None, "drafter": drafter,
         "draft_length": draft_length, "draft_width": draft_width, "verification": verification,
-        "allow_approximate": allow_approximate or None, "request_class": request_class,
-        "idempotency_key": idempotency_key, "cache_salt": cache_salt,
+        "allow_approximate": allow_approximate or None,
+        "beam_width": beam_width, "length_penalty": length_penalty,
+        "early_stopping": o.early_stopping_of(early_stopping),
+        "json_schema": o.text_of(json_schema, "--json-schema"), "ebnf": o.text_of(ebnf, "--ebnf"),
+        "regex": regex, "request_class": request_class, "idempotency_key": idempotency_key,
+        "cache_salt": cache_salt,
     }  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     if chat:

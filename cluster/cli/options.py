@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from core.environment import bearer_token
-from core.errors import ServiceError
+from core.errors import InvalidArgument, ServiceError
 from outrider import Client, InvalidArgumentError, OutriderError, Result
 from outrider.calls import NO_SERVER
 
@@ -27,6 +27,24 @@ PresencePenalty = Annotated[float | None, typer.Option(help="0: off.")]
 FrequencyPenalty = Annotated[float | None, typer.Option(help="0: off.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")]
+BeamWidth = Annotated[int | None, typer.Option(help="Search for the likeliest answer with so many beams.")]
+LengthPenalty = Annotated[
+    float | None, typer.Option(help="Of beam search: score = Σ log-prob / length ^ this.")
+]
+EarlyStopping = Annotated[
+    str | None, typer.Option(help="Of beam search: true, false or never; see the protocol.")
+]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="The answer is JSON by the schema in this file."),
+]
+Regex = Annotated[str | None, typer.Option(help="The whole answer matches this regular expression.")]
+Ebnf = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="The answer follows the grammar in this file, from `root` on."
+    ),
+]
 Drafter = Annotated[str | None, typer.Option(help="auto, none, or a drafter that the deployment offers.")]
 DraftLength = Annotated[int | None, typer.Option(help="Depth K of the draft; absent: Outrider chooses.")]
 DraftWidth = Annotated[int | None, typer.Option(help="Most children of a node; 1: a chain.")]
@@ -48,6 +66,11 @@ errors = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty()
 """Where everything but the answer goes."""
 
 
+def early_stopping_of(text: str | None) -> bool | str | None:
+    """What the client takes for the text of `--early-stopping`; an unknown one is left for it to refuse."""
+    return None if text is None else {"true": True, "false": False}.get(text.lower(), text)
+
+
 def connect(address: str, tenant: str | None = None, timeout_s: float | None = None) -> Client:
     """A client with the deployment's token from the environment."""
     return Client(address, token=bearer_token(), tenant=tenant, timeout_s=timeout_s)
@@ -62,6 +85,16 @@ def fail(error: OutriderError | ServiceError) -> NoReturn:
         errors.print("start one with `outrider serve`, or name its address: --address HOST:PORT")
     bad_input = isinstance(error, InvalidArgumentError) or error.status == "INVALID_ARGUMENT"
     raise typer.Exit(2 if bad_input else 1)
+
+
+def text_of(file: Path | None, option: str) -> str | None:
+    """What a file holds. Ends the command where that is no text."""
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(InvalidArgument(option, f"{file}: {error}"))
 
 
 def summary(result: Result) -> str:
@@ -79,7 +112,8 @@ def summary(result: Result) -> str:
             f"{speculation.acceptance_length or 0:.2f} tokens a step"
         )
     if result.approximate:
-        parts.append(f"approximate: {result.verification} verification")
+        invariant = result.verification == "invariant"
+        parts.append(f"approximate: {'its drafter' if invariant else f'{result.verification} verification'}")
     if speculation.fallback_reason:
         parts.append(f"fell back: {speculation.fallback_reason}")
     parts.append(f"class {speculation.request_class}, seed {result.seed}, ended by {result.finish_reason}")

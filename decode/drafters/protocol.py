@@ -26,7 +26,7 @@ from torch import Tensor
 
 from core.records import SamplingParams, VerificationMode
 from decode.draft import Draft
-from decode.sampling.history import TokenHistory
+from decode.sampling.history import TokenConstraint, TokenHistory
 from engine.block_table import BlockTable
 
 
@@ -37,7 +37,9 @@ class DrafterNeeds:
     `hidden_layers`: layers whose planes must be kept with the KV. `bytes_per_token`: its own state.
     `noise`: invariant verification shares its noise with a drafter that samples; rejection never does.
     `largest_position`: past it the drafter is not asked (None: no limit). `auxiliary_rows`: rows of the target
-    that a draft may want beside its nodes, evaluated for the drafter alone.
+    that a draft may want beside its nodes, evaluated for the drafter alone. They come whole or not at all: where
+    rows run short they go before any node. `rollback_threshold`: of a drafter named in `APPROXIMATE_DRAFTERS`, -log
+    of the target's probability up to which its chains' tokens are kept.
     """
 
     max_draft_length: int
@@ -49,6 +51,11 @@ class DrafterNeeds:
     max_draft_width: int = 1
     default_draft_width: int = 1
     auxiliary_rows: int = 0
+    rollback_threshold: float | None = None
+
+    def rows(self, depth: int, width: int) -> int:
+        """Rows behind the root that a draft may take: its nodes and, where it drafts at all, the auxiliary rows."""
+        return depth * width + self.auxiliary_rows if depth > 0 else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -75,10 +82,21 @@ class DraftRequest:
     isolation: str = ""
     draft_lane: int = 0
 
+    @property
+    def is_weighed(self) -> bool:
+        """Whether verification weighs sampled nodes by what they were drawn from (see the module's docstring)."""
+        return self.verification in ("rejection", "block") and not self.sampling.greedy
+
+    @property
+    def grammar(self) -> TokenConstraint | None:
+        """What the answer must follow. `draw_draft` and `draw_children` heed it; who takes tokens otherwise need not
+        (what does not fit is dropped from the draft), but wastes nodes."""
+        return self.history.grammar
+
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """What one choice may draft in this step: depth ≤ `draft_length`, nodes (auxiliary included) ≤ `max_nodes`."""
+    """What one choice may draft in this step: depth ≤ `draft_length`, nodes and auxiliary rows ≤ `max_nodes`."""
 
     request: DraftRequest
     draft_length: int
@@ -90,7 +108,7 @@ class Observation:
     """What became of a step. `history` of the request already holds `token_ids`.
 
     `hidden_rows` [num hidden layers, 1 + accepted, hidden_dim]: planes of the root and the accepted path.
-    `auxiliary_logits` [auxiliary rows, vocabulary] or None.
+    `auxiliary_logits` [auxiliary rows of `draft`, vocabulary], read during the call only; None where it has none.
     """
 
     request: DraftRequest

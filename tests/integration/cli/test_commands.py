@@ -78,6 +78,40 @@ def test_generate_says_that_an_answer_is_approximate(server: ScriptedServer) -> 
     assert (request.speculation.verification, request.speculation.allow_approximate) == (4, True)
 
 
+def test_generate_passes_on_how_to_search(server: ScriptedServer) -> None:
+    arguments = "--raw --beam-width 4 --length-penalty 0.5 --early-stopping"
+    for text in ("true", "False", "never"):
+        command = ["generate", "answer", "--address", server.address, *arguments.split(), text]
+        assert CliRunner().invoke(app, command).exit_code == 0
+    sampling = [request.sampling for request in server.router.requests]
+    assert [message.early_stopping for message in sampling] == [2, 1, 3]
+    assert (sampling[0].beam_width, sampling[0].length_penalty) == (4, 0.5)
+    done = CliRunner().invoke(app, ["generate", "x", "--early-stopping", "soon", "--address", server.address])
+    assert done.exit_code == 2
+    assert "early_stopping" in done.stderr
+
+
+def test_generate_passes_a_grammar_on(server: ScriptedServer, tmp_path: Path) -> None:
+    schema, ebnf, binary = tmp_path / "schema.json", tmp_path / "grammar.ebnf", tmp_path / "binary"
+    schema.write_text('{"type": "null"}')
+    ebnf.write_text('root ::= "é"', encoding="utf-8")
+    binary.write_bytes(b"\xff")
+    for option, value, kind, text in (
+        ("--json-schema", str(schema), "json_schema", '{"type": "null"}'),
+        ("--regex", "[a-z]+", "regex", "[a-z]+"),
+        ("--ebnf", str(ebnf), "ebnf", 'root ::= "é"'),
+    ):
+        done = CliRunner().invoke(app, ["generate", "hi", "--address", server.address, option, value])
+        assert done.exit_code == 0, done.stderr
+        assert getattr(server.router.requests[-1].sampling, kind) == text
+    asked = len(server.router.requests)
+    for wrong in (["--ebnf", str(binary)], ["--ebnf", "missing"], ["--regex", "a", "--ebnf", str(ebnf)]):
+        done = CliRunner().invoke(app, ["generate", "hi", "--address", server.address, *wrong])
+        assert done.exit_code == 2
+        assert "Traceback" not in done.stderr
+    assert len(server.router.requests) == asked
+
+
 def test_generate_as_json_prints_one_object(server: ScriptedServer) -> None:
     done = CliRunner().invoke(
         app, ["generate", "-", "--address", server.address, "--json"], input="from stdin"

@@ -85,6 +85,18 @@ def test_choices_are_kept_apart(server: ScriptedServer) -> None:
     assert result.text == "a"
 
 
+@pytest.mark.parametrize(("early_stopping", "wire"), [(None, 0), (False, 1), (True, 2), ("never", 3)])
+def test_what_a_search_is_asked_for_reaches_the_router(
+    server: ScriptedServer, early_stopping: Any, wire: int
+) -> None:
+    with Client(server.address) as client:
+        client.generate("answer", beam_width=4, length_penalty=0.5, early_stopping=early_stopping)
+        with pytest.raises(InvalidArgumentError, match=r"sampling\.early_stopping"):
+            client.generate("answer", beam_width=4, early_stopping="soon")  # type: ignore[arg-type]
+    sampling = server.router.requests[0].sampling
+    assert (sampling.beam_width, sampling.length_penalty, sampling.early_stopping) == (4, 0.5, wire)
+
+
 def test_every_option_reaches_the_router(server: ScriptedServer) -> None:
     options: dict[str, Any] = {
         "max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.25,

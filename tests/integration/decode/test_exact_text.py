@@ -15,6 +15,13 @@ DRAFTERS = (
     SpeculationParams(drafter="ngram"),
     SpeculationParams(drafter="ngram", draft_length=5, draft_width=3),
     SpeculationParams(drafter="draft_model", draft_length=3),
+    SpeculationParams(drafter="eagle", draft_length=3),
+    SpeculationParams(drafter="eagle2", draft_length=4, draft_width=3),
+    SpeculationParams(drafter="eagle3", draft_length=4, draft_width=4),
+    SpeculationParams(drafter="eagle3", draft_length=3, draft_width=1),
+    SpeculationParams(drafter="mtp", draft_length=4, draft_width=2),
+    SpeculationParams(drafter="medusa", draft_length=4, draft_width=1),
+    SpeculationParams(drafter="medusa", draft_length=4, draft_width=3),
     SpeculationParams(drafter="scripted-right", draft_length=6),
     SpeculationParams(drafter="scripted-wrong", draft_length=4),
     SpeculationParams(drafter="scripted-tree", draft_length=5),
@@ -145,7 +152,7 @@ async def test_every_other_mode_serves_and_counts_chains_and_trees(
     prompt = prompt_of(30)
     await record(stand, prompt, SAMPLED)
     nodes = depths = accepted = 0
-    for drafter in ("draft_model", "ngram", "scripted-tree", "scripted-right"):
+    for drafter in ("draft_model", "ngram", "medusa", "eagle3", "scripted-tree", "scripted-right"):
         speculation = SpeculationParams(
             drafter=drafter, draft_length=4, verification=mode, allow_approximate=True
         )
