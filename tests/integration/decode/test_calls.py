@@ -45,7 +45,7 @@ BAD: dict[str, list[dict[str, object]]] = {
     "sampling.stop": [{"stop": ("",)}],
     "sampling.n": [{"n": 0}, {"n": 33}],
     "sampling.logprobs": [{"logprobs": -1}],
-    "speculation.drafter": [{"drafter": "eagle"}],
+    "speculation.drafter": [{"drafter": "oracle"}],
     "speculation.draft_length": [{"draft_length": -1}, {"draft_length": 10**6}],
     "speculation.draft_width": [{"draft_width": 0}, {"draft_width": 99}],
     "speculation.verification": [{"verification": "typical"}],
