@@ -57,6 +57,7 @@ class Metrics:
             )
         }
         self._step_s = meter.create_histogram(names.METRIC_STEP_DURATION, unit="s")
+        self._draft_s = meter.create_histogram(names.METRIC_DRAFT_DURATION, unit="s")
         self._first_token_s = meter.create_histogram(names.METRIC_TTFT, unit="s")
         self._inter_token_s = meter.create_histogram(names.METRIC_ITL, unit="s")
 
@@ -73,6 +74,10 @@ class Metrics:
         self._add(names.METRIC_STEPS, 1, {})
         self._add(names.METRIC_STEP_ROWS, rows, {})
         self._step_s.record(duration_s)
+
+    def draft(self, drafter: str, duration_s: float) -> None:
+        """Once a step and drafter: what its proposals took."""
+        self._draft_s.record(duration_s, {"drafter": drafter})
 
     def speculation(self, report: SpeculationReport) -> None:
         """Once an attempt, with its whole report."""
@@ -126,6 +131,20 @@ class Metrics:
 
         self._meter.create_observable_gauge(names.METRIC_LOAD, callbacks=[load])
         self._meter.create_observable_gauge(names.METRIC_BLOCKS, callbacks=[blocks])
+
+    def observe_cache(
+        self, held: Callable[[], Mapping[str, int]], events: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """Registers, once, where the cache of earlier answers is read from at every scrape: by kind, by event."""
+
+        def read_held(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(count, {"kind": kind}) for kind, count in held().items()]
+
+        def read_events(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(count, {"event": event}) for event, count in events().items()]
+
+        self._meter.create_observable_gauge(names.METRIC_CACHE_HELD, callbacks=[read_held])
+        self._meter.create_observable_counter(names.METRIC_CACHE_EVENTS, callbacks=[read_events])
 
     def totals(self) -> Mapping[str, float]:
         """Sums since the process started, by instrument name without labels (for Admin.Status)."""

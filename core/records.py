@@ -1,5 +1,6 @@
 """Records that cross module boundaries. Frozen, without tensors; `core/wire.py` maps them to protobuf."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,7 +13,13 @@ SEED_LIMIT = 2**53
 """Seeds are whole numbers in [0, SEED_LIMIT)."""
 
 VerificationMode = Literal["invariant", "rejection", "block", "typical"]
-"""Keeps the text; the distribution, over trees or over chains by whole blocks; neither (approximate)."""
+"""What is kept: the text; the distribution (`block`: of chains, judged as a whole); with `typical` neither."""
+
+APPROXIMATE_MODES: frozenset[VerificationMode] = frozenset({"typical"})
+"""Those that change the distribution: refused unless the request allows them."""
+
+APPROXIMATE_DRAFTERS: frozenset[str] = frozenset({"bild", "cascade"})
+"""Drafters with an acceptance rule of their own that changes the distribution: refused alike."""
 
 EarlyStopping = Literal[True, False, "never"]
 """When a beam search ends that has `beam_width` finished hypotheses; see `decode/beam_search.py`."""
@@ -38,6 +45,22 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
+
+
+GrammarKind = Literal["json_schema", "regex", "ebnf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole answer must follow; `core/grammar.py` says what each kind may hold."""
+
+    kind: GrammarKind
+    text: str
+
+    @property
+    def digest(self) -> bytes:
+        """The same for the same grammar, by which compiled ones are kept."""
+        return hashlib.sha256(f"{self.kind}:{self.text}".encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +92,7 @@ class SamplingParams:
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -85,6 +109,22 @@ class SpeculationParams:
     draft_width: int | None = None
     verification: VerificationMode = "invariant"
     allow_approximate: bool = False
+
+    @property
+    def approximation(self) -> str:
+        """The verification mode or drafter that changes the distribution; "": none does."""
+        if self.verification in APPROXIMATE_MODES:
+            return self.verification
+        return self.drafter if self.drafter in APPROXIMATE_DRAFTERS else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingPace:
+    """K of an answer while it thinks aloud: `draft_length` behind the text `opening`, until `closing`."""
+
+    draft_length: int
+    opening: str
+    closing: str
 
 
 @dataclass(frozen=True, slots=True)

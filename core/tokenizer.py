@@ -92,6 +92,11 @@ class Tokenizer:
             raise InvalidArgument("chat", "this model has no chat template; send text or token ids")
         return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
+    def to_json(self) -> str:
+        """The tokenizer as tokenizer.json has it, without truncation and padding."""
+        description: str = self._fast.to_str()
+        return description
+
     def recipe(self) -> DecoderRecipe:
         """How this vocabulary decodes."""
         return self._recipe

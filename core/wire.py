@@ -4,10 +4,13 @@ from core.records import (
     ChoiceFinish,
     EarlyStopping,
     FinishReason,
+    Grammar,
+    GrammarKind,
     PrefillPeer,
     SamplingParams,
     SpeculationParams,
     SpeculationReport,
+    ThinkingPace,
     Timing,
     TokenLogprobs,
     Usage,
@@ -54,7 +57,15 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         message.seed = params.seed
     if params.logprobs is not None:
         message.logprobs = params.logprobs
+    if params.grammar is not None:
+        setattr(message, params.grammar.kind, params.grammar.text)
     return message
+
+
+def grammar_from_wire(message: common_pb2.SamplingParams) -> Grammar | None:
+    """What the answer must follow, if anything."""
+    kind: GrammarKind | None = message.WhichOneof("grammar")
+    return None if kind is None else Grammar(kind, getattr(message, kind))
 
 
 def sampling_from_wire(request: decode_pb2.DecodeRequest) -> SamplingParams:
@@ -83,7 +94,17 @@ def sampling_from_wire(request: decode_pb2.DecodeRequest) -> SamplingParams:
         beam_width=message.beam_width if message.HasField("beam_width") else 1,
         length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
         early_stopping=early_stopping_from_wire(message.early_stopping),
+        grammar=grammar_from_wire(message),
     )
+
+
+_VERIFICATIONS: dict[VerificationMode, common_pb2.Verification] = {
+    "invariant": common_pb2.VERIFICATION_INVARIANT,
+    "rejection": common_pb2.VERIFICATION_REJECTION,
+    "block": common_pb2.VERIFICATION_BLOCK,
+    "typical": common_pb2.VERIFICATION_TYPICAL,
+}
+_MODES = {value: mode for mode, value in _VERIFICATIONS.items()}
 
 
 def early_stopping_from_wire(value: common_pb2.EarlyStopping) -> EarlyStopping:
@@ -91,16 +112,27 @@ def early_stopping_from_wire(value: common_pb2.EarlyStopping) -> EarlyStopping:
     return _EARLY_STOPPING_FROM_WIRE.get(value, False)
 
 
+def thinking_to_wire(pace: ThinkingPace) -> decode_pb2.ThinkingPace:
+    """K while the answer thinks aloud."""
+    return decode_pb2.ThinkingPace(draft_length=pace.draft_length, opening=pace.opening, closing=pace.closing)
+
+
+def thinking_from_wire(request: decode_pb2.DecodeRequest) -> ThinkingPace | None:
+    """The inverse of `thinking_to_wire`; None where the request has none."""
+    if not request.HasField("thinking"):
+        return None
+    message = request.thinking
+    return ThinkingPace(message.draft_length, message.opening, message.closing)
+
+
 def verification_to_wire(mode: VerificationMode) -> common_pb2.Verification:
     """The wire's name of a verification mode."""
-    if mode == "rejection":
-        return common_pb2.VERIFICATION_REJECTION
-    return common_pb2.VERIFICATION_INVARIANT
+    return _VERIFICATIONS[mode]
 
 
 def verification_from_wire(value: common_pb2.Verification) -> VerificationMode:
-    """Unspecified means invariant."""
-    return "rejection" if value == common_pb2.VERIFICATION_REJECTION else "invariant"
+    """Unspecified, or a mode of a newer peer, means invariant."""
+    return _MODES.get(value, "invariant")
 
 
 def speculation_to_wire(params: SpeculationParams) -> common_pb2.SpeculationParams:

@@ -12,6 +12,7 @@ from decode.finisher import Finisher
 from decode.job import DecodeJob
 from decode.report import Tally
 from decode.sampling.history import TokenHistory
+from decode.thinking import ThinkingSpan
 from engine.block_table import BlockTable
 
 
@@ -77,6 +78,7 @@ class Choice:
     draft_length_fixed: int | None
     draft_length_start: int | None
     draft_request: DraftRequest
+    thinking: ThinkingSpan | None = None
     table: BlockTable | None = None
     beams: BeamGroup | None = None
     ended: bool = False

@@ -51,6 +51,7 @@ class Cut:
 class Finisher:
     """One choice's ends. `token_limit`: tokens that the answer may have (max_tokens, context, pool).
 
+    Under a grammar an end-of-sequence before min_tokens ends the answer too: it was drawn because nothing else fits.
     Without stop strings no text is needed to find the end; then `push` leaves the text alone and the
     caller gets it from `text_of`, in the order of the cuts.
     """
@@ -62,6 +63,7 @@ class Finisher:
         if not sampling.ignore_eos:
             stop_ids.update(sampling.eos_token_ids)
         self._stop_ids = frozenset(stop_ids)
+        self._last_ids = frozenset(sampling.eos_token_ids if sampling.grammar is not None else ())
         self._scanner = StopScanner(sampling.stop)
         self._has_stop_strings = bool(sampling.stop)
         self._detokenizer = detokenizer
@@ -99,7 +101,7 @@ class Finisher:
     def _next(self, token_id: int) -> FinishReason | None:
         """Counts a token; the event that it is."""
         self.num_tokens += 1
-        if token_id in self._stop_ids and self.num_tokens > self._min_tokens:
+        if token_id in self._stop_ids and (self.num_tokens > self._min_tokens or token_id in self._last_ids):
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self._token_limit else None
 

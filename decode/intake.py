@@ -14,6 +14,7 @@ from decode.finisher import Finisher
 from decode.job import DecodeJob, JobLimits
 from decode.report import Tally
 from decode.sampling.history import TokenHistory
+from decode.thinking import ThinkingSpan
 from engine.block_table import BlockTable
 from engine.kv_cache import KvCache
 
@@ -90,7 +91,7 @@ class RequestFactory:
             choice=index,
             verification=speculation.verification,
             hidden=lambda start, end: self._kv.read_hidden(_table_of(choice), start, end),
-            draft_width=1 if speculation.verification == "rejection" else width,
+            draft_width=1 if speculation.verification == "block" else width,
             table=lambda: _table_of(choice),
             request_class=job.request_class,
             isolation=f"{job.claims.tenant}/{job.claims.cache_salt.hex()}",
@@ -104,12 +105,30 @@ class RequestFactory:
             drafter=drafter,
             draft_length_fixed=speculation.draft_length if job.draft_length_fixed else None,
             draft_length_start=_start_length(job, drafter),
+            thinking=self._thinking(job, drafter),
             draft_request=draft_request,
             beams=BeamGroup(sampling, history, finisher) if sampling.beam_width > 1 else None,
             ended=finish is not None or job.is_finished(index),
             finish=finish,
         )
         return choice
+
+    def _thinking(self, job: DecodeJob, drafter: Drafter) -> ThinkingSpan | None:
+        """None where K is fixed, nothing is drafted, or a marker has no tokens."""
+        pace = job.thinking
+        if pace is None or job.draft_length_fixed or drafter.name == "none":
+            return None
+        opening, closing = (tuple(self._tokenizer.encode(text)) for text in (pace.opening, pace.closing))
+        if not opening or not closing:
+            return None
+        outside = _start_length(job, drafter)
+        longest = drafter.needs.max_draft_length
+        return ThinkingSpan(
+            opening=opening,
+            closing=closing,
+            thinking_length=max(0, min(pace.draft_length, longest)),
+            outside_length=drafter.needs.default_draft_length if outside is None else outside,
+        )
 
 
 def _check_lengths(job: DecodeJob, drafter: Drafter) -> None:

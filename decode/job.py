@@ -4,13 +4,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.errors import FailedPrecondition, InvalidArgument, PermissionDenied
+from core.grammar import check_size
 from core.identity import WorkerIdentity
 from core.prefix_hash import prompt_digest
-from core.records import PrefillPeer, SamplingParams, SpeculationParams, TicketClaims
-from core.wire import peer_from_wire, sampling_from_wire, speculation_from_wire
+from core.records import (
+    APPROXIMATE_DRAFTERS,
+    APPROXIMATE_MODES,
+    PrefillPeer,
+    SamplingParams,
+    SpeculationParams,
+    ThinkingPace,
+    TicketClaims,
+)
+from core.wire import peer_from_wire, sampling_from_wire, speculation_from_wire, thinking_from_wire
 from outrider.v1 import common_pb2, decode_pb2
 
 _MAX_COUNT = 2**20
+_MAX_GRAMMAR_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,7 @@ class DecodeJob:
     peers: tuple[PrefillPeer, ...]
     request_class: str
     merge_deltas: bool = False
+    thinking: ThinkingPace | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -88,6 +99,7 @@ def job_from_wire(request: decode_pb2.DecodeRequest, claims: TicketClaims) -> De
         peers=tuple(peer_from_wire(peer) for peer in request.prefill_peers),
         request_class=request.request_class or "chat",
         merge_deltas=request.merge_deltas,
+        thinking=thinking_from_wire(request),
     )
 
 
@@ -126,6 +138,7 @@ def check_job(job: DecodeJob, limits: JobLimits) -> None:
         f"the prompt has {prompt_tokens} tokens, this worker's KV pool has room for {limits.pool_tokens}",
     )
     _check_sampling(sampling, limits)
+    _check_approximation(job.speculation)
     _check_beams(job, limits)
     for entry in job.committed:
         _require(0 <= entry.index < sampling.n, "committed.index", f"{entry.index} of {sampling.n} choices")
@@ -138,6 +151,26 @@ def check_job(job: DecodeJob, limits: JobLimits) -> None:
             len(entry.token_ids) <= longest,
             "committed.token_ids",
             f"{prompt_tokens} + {len(entry.token_ids)} tokens, there is room for {prompt_tokens + longest}",
+        )
+
+
+def _check_approximation(speculation: SpeculationParams) -> None:
+    mode, drafter = speculation.verification, speculation.drafter
+    _require(
+        speculation.allow_approximate or mode not in APPROXIMATE_MODES,
+        "speculation.verification",
+        f"{mode} changes the distribution: set allow_approximate",
+    )
+    if drafter in APPROXIMATE_DRAFTERS:
+        _require(
+            speculation.allow_approximate,
+            "speculation.drafter",
+            f"{drafter} changes the distribution: set allow_approximate",
+        )
+        _require(
+            mode == "invariant",
+            "speculation.verification",
+            f"{drafter} accepts by a rule of its own, not {mode}",
         )
 
 
@@ -165,6 +198,15 @@ def _check_sampling(sampling: SamplingParams, limits: JobLimits) -> None:
     if sampling.logprobs is not None:
         _require(0 <= sampling.logprobs <= limits.vocab_size, "sampling.logprobs", "is out of range")
     _require(all(sampling.stop), "sampling.stop", "a stop string is empty")
+    if sampling.grammar is not None:
+        check_size(sampling.grammar, _MAX_GRAMMAR_BYTES)
+        _require(
+            not sampling.ignore_eos, "sampling.ignore_eos", "an answer under a grammar ends where it does"
+        )
+        _require(
+            bool(sampling.eos_token_ids), "sampling.grammar", "no end-of-sequence token could end the answer"
+        )
+        _check_ids("eos_token_ids", sampling.eos_token_ids, limits.vocab_size)
 
 
 def _check_beams(job: DecodeJob, limits: JobLimits) -> None:
@@ -183,6 +225,7 @@ def _check_beams(job: DecodeJob, limits: JobLimits) -> None:
     _require(
         speculation.verification == "invariant", "speculation.verification", "does not go with beam search"
     )
+    _require(sampling.grammar is None, "sampling.grammar", "does not go with beam search")
     _require(not job.committed, "committed", "an answer by beam search cannot be gone on with")
     room = limits.token_limit(len(job.prompt_ids), sampling.max_tokens, sampling.beam_width)
     _require(

@@ -15,6 +15,7 @@ from decode.choice import Burst, Choice, Ended, Event, Prefilling, Request
 from decode.draft import Verdict, VerifyItem
 from decode.drafting import Drafting
 from decode.room import Room
+from decode.sampling.pipeline import NOT_FINITE
 from decode.verification.verify import verify
 from engine.kv_cache import KvCache, OutOfBlocks
 
@@ -245,6 +246,7 @@ class Lifecycle:
 
     def _let_go(self, choice: Choice) -> None:
         self._leave(choice)
+        choice.history.grammar = None
         choice.ended = True
         choice.request.open_choices -= 1
         if choice.request.placed and not choice.parked:
@@ -274,6 +276,7 @@ def verify_item(choice: Choice, logits_start: int) -> VerifyItem:
 
 def _drawing_error(message: str) -> ServiceError:
     """What a verdict's error is to the caller: constraints are theirs, numbers ours."""
-    if "finite" in message:
+    if message == NOT_FINITE:
         return Internal(f"the target's {message}")
-    return InvalidArgument("sampling", message)
+    field = "sampling.grammar" if message.startswith("the grammar") else "sampling"
+    return InvalidArgument(field, message)

@@ -17,12 +17,11 @@ MAX_OVERTAKEN = 16
 
 @dataclass(frozen=True, slots=True)
 class ChoiceView:
-    """A running choice. `draft_length` 0: it steps with its root alone. `max_nodes` bounds its draft."""
+    """A running choice. `draft_length` 0: it steps with its root alone. `max_nodes` bounds its draft's rows."""
 
     key: int
     draft_length: int
     max_nodes: int
-    width: int = 1
     num_roots: int = 1
 
 
@@ -36,7 +35,7 @@ class PrefillView:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChoice:
-    """A choice that steps, and what it may draft."""
+    """A choice that steps, and what it may draft: `max_nodes` rows at most, auxiliary ones included."""
 
     key: int
     draft_length: int
@@ -85,8 +84,8 @@ def _roots_within(choices: Sequence[ChoiceView], rows: int) -> Sequence[ChoiceVi
 
 
 def _share_nodes(choices: Sequence[ChoiceView], rows: int) -> tuple[PlannedChoice, ...]:
-    """Nodes for each choice: all that it asks for if the budget allows, else an equal share."""
-    wanted = [min(choice.max_nodes, choice.draft_length * max(1, choice.width)) for choice in choices]
+    """Rows of each choice's draft: all that it asks for if the budget allows, else an equal share."""
+    wanted = [choice.max_nodes if choice.draft_length > 0 else 0 for choice in choices]
     if sum(wanted) > rows:
         wanted = _level(wanted, rows)
     return tuple(

@@ -30,7 +30,7 @@ class _Stepping:
     @property
     def num_rows(self) -> int:
         """Root, nodes and auxiliary rows."""
-        return 1 + len(self.draft.token_ids) + len(self.draft.auxiliary_token_ids)
+        return 1 + self.draft.num_rows
 
 
 class Stepper:
@@ -103,7 +103,7 @@ class Stepper:
         more_roots = sum(choice.num_roots - 1 for choice in choices)
         lengths = self._drafting.lengths(choices, waiting_rows + more_roots)
         views = [
-            ChoiceView(choice.key, length, nodes, choice.draft_request.draft_width, choice.num_roots)
+            ChoiceView(choice.key, length, nodes, choice.num_roots)
             for choice, (length, nodes) in zip(choices, lengths, strict=True)
         ]
         plan = plan_step(views, prefills, self._step_tokens, self._drafting.pending)
@@ -131,16 +131,14 @@ class Stepper:
         table = choice.table
         assert table is not None
         start = table.num_tokens
-        num_nodes = len(draft.token_ids) + len(draft.auxiliary_token_ids)
         while True:
             try:
-                self._kv.reserve(table, start + 1 + num_nodes)
+                self._kv.reserve(table, start + 1 + draft.num_rows)
             except OutOfBlocks as shortage:
-                if num_nodes:
+                if draft.num_rows:
                     capacity = (len(table.block_ids) + shortage.free) * self._kv.layout.block_size
-                    num_nodes = max(0, min(num_nodes - 1, capacity - start - 1))
-                    draft = cut_draft(draft, len(draft.token_ids), num_nodes)
-                    num_nodes = len(draft.token_ids)
+                    room = max(0, min(draft.num_rows - 1, capacity - start - 1))
+                    draft = cut_draft(draft, len(draft.token_ids), room)
                     continue
                 if self._preempt_for(choice) is choice:
                     return None
@@ -198,7 +196,8 @@ class Stepper:
             depths = item.draft.depths()
             self._kv.compact(table, start, (0, *verdict.accepted_rows))
             self._lifecycle.take(choice, verdict, depths)
-            self._drafting.learn(choice, depths, len(verdict.accepted_rows))
+            num_auxiliary = len(item.draft.auxiliary_token_ids)
+            self._drafting.learn(choice, depths, len(verdict.accepted_rows), num_auxiliary)
             if choice.drafting:
                 auxiliary = _auxiliary_logits(item, result.logits, verify_input.logits_start)
                 observations.append((choice, self._observation(item, verdict, start, auxiliary)))
@@ -239,7 +238,7 @@ def _sequence_of(item: _Stepping) -> SequenceStep:
     table = choice.table
     assert table is not None
     root = choice.history.token_ids[-1]
-    if not draft.token_ids and not draft.auxiliary_token_ids:
+    if not draft.num_rows:
         return SequenceStep(table, table.num_tokens, (root,))
     chain = draft.is_chain and not draft.auxiliary_token_ids
     return SequenceStep(
@@ -274,6 +273,7 @@ def _verify_item(item: _Stepping, logits_start: int) -> VerifyItem:
         logits_start=logits_start,
         draft=item.draft,
         verification=draft_request.verification,
+        rollback_threshold=choice.drafter.needs.rollback_threshold,
     )
 
 

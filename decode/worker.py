@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from core.clock import Clock, SystemClock
 from core.errors import FailedPrecondition, Internal, Overloaded, ServiceError, Unavailable
@@ -17,6 +18,7 @@ from decode.bring_in import Admissions, BringIn
 from decode.choice import Ended, Event, Request
 from decode.drafters.registry import build_drafters
 from decode.drafting import Drafting
+from decode.grammar_intake import GrammarIntake
 from decode.handoff import HandoffClient
 from decode.intake import RequestFactory
 from decode.job import DecodeJob, JobLimits, check_claims, check_job, job_from_wire
@@ -24,6 +26,7 @@ from decode.live import LiveRequest
 from decode.loop import DecodeLoop
 from decode.outbox import Delta
 from decode.pace import Pace
+from decode.self_check import take_off_unfit
 from decode.target import Target
 from decode.warm_up import warm_up
 from engine.engine import Engine
@@ -31,6 +34,7 @@ from engine.engine_thread import EngineThread
 from engine.peer_info import describe_peer
 from outrider.v1 import decode_pb2
 
+Result = TypeVar("Result")
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -61,13 +65,24 @@ class DecodeWorker:
         self.clock = clock or SystemClock()
         self.draining = False
         self.ready = False
-        self.drafters = build_drafters(settings.drafters, engine, tokenizer)
+        self._pace = Pace(settings.step_tokens)
+        self.drafters = build_drafters(
+            settings.drafters, engine, tokenizer, clock=self.clock, step_seconds=self._pace.step_seconds
+        )
+        self.unfit: dict[str, str] = {}
+        self._tokenizer = tokenizer
         self._settings = settings
         self._ticket_keys = ticket_keys
         self._numerics = engine.numerics.digest()
         self.peer = describe_peer(identity, engine.kv.layout, engine.numerics)
-        self._pace = Pace(settings.step_tokens)
-        drafting = Drafting(self.drafters, self._pace, self.metrics, self.clock, settings.max_tree_nodes)
+        drafting = Drafting(
+            self.drafters,
+            self._pace,
+            self.metrics,
+            self.clock,
+            settings.max_tree_nodes,
+            settings.drafter_stall_s,
+        )
         self.limits = JobLimits(
             vocab_size=min(tokenizer.vocab_size, engine.config.vocab_size),
             max_context=engine.max_context,
@@ -87,6 +102,7 @@ class DecodeWorker:
         )
         self._thread = EngineThread(self._loop.turn, self.clock, engine.turns, self._loop.has_work)
         self._factory = RequestFactory(self.drafters, settings, tokenizer, engine.kv, self.limits)
+        self._grammars = GrammarIntake(tokenizer, engine.config.vocab_size)
         self._client = HandoffClient(
             self.peer,
             engine.kv.layout,
@@ -110,6 +126,9 @@ class DecodeWorker:
         await self._thread.call(
             lambda: warm_up(self.engine, self._pace, self.clock, self._settings.step_tokens)
         )
+        self.unfit = await self._thread.call(
+            lambda: take_off_unfit(self.engine, self.drafters, self._tokenizer)
+        )
         self.metrics.observe_load(self.gauges)
         self.ready = True
 
@@ -117,6 +136,7 @@ class DecodeWorker:
         """End what still lives with UNAVAILABLE, then the thread. Idempotent."""
         self.ready = False
         await self.drain(0.0)
+        self._grammars.close()
         await self._client.close()
         closed = await asyncio.to_thread(self._thread.close, _CLOSE_TIMEOUT_S)
         if not closed:
@@ -174,6 +194,10 @@ class DecodeWorker:
             "failed_steps": float(self._loop.num_failed_steps),
             "failed_checks": float(self._loop.num_failed_checks),
         }
+
+    async def on_engine_thread(self, action: Callable[[], Result]) -> Result:
+        """Run `action` between two turns; its result, or its exception."""
+        return await self._thread.call(action)
 
     async def drop_cached(self) -> None:
         """Forget the prefix cache (tests, benchmarks)."""
@@ -246,6 +270,7 @@ class DecodeWorker:
         admissions = Admissions()
         request.on_admitted = admissions.announce
         try:
+            await self._grammars.constrain(request)
             live.handoff = await self._bring_in.run(request, admissions, deadline_s)
         except ServiceError as error:
             live.outbox.fail(error)

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from core.settings import Quantisation
+from engine.quantise import quantised_product
+
 PROBE_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 96, 128, 200, 256)
 _PROBE_OFFSETS = (0, 1, 5)
 _REFERENCE_ROWS = 24
@@ -42,9 +45,17 @@ CANDIDATE_PLANS = (
 )
 """From cheap to dear. The last one is exact by construction: every row is a call of its own."""
 
+WIDE_PLANS = (RowPlan(128, 128), RowPlan(64, 64), RowPlan(32, 32), *CANDIDATE_PLANS)
+"""For work on very many rows at once, which does not mind padding a few: training's rollouts and features."""
 
-def pack(weight: Tensor) -> PackedProduct:
-    """The product x → x·weightᵀ for weight [outputs, inputs]; the caller drops its reference afterwards."""
+
+def pack(weight: Tensor, quantisation: Quantisation = "none") -> PackedProduct:
+    """The product x → x·weightᵀ for weight [outputs, inputs]; the caller drops its reference afterwards.
+
+    Raises InvalidArgument where `quantisation` is not possible for the weight.
+    """
+    if quantisation != "none":
+        return quantised_product(weight, quantisation)
     if weight.device.type == "cpu" and _can_prepack(weight.dtype):
         return _prepacked(weight)
     return _plain(weight)
@@ -101,9 +112,12 @@ class Linear:
 
 
 def find_row_plan(
-    products: Sequence[tuple[PackedProduct, int]], dtype: torch.dtype, device: torch.device
+    products: Sequence[tuple[PackedProduct, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    candidates: Sequence[RowPlan] = CANDIDATE_PLANS,
 ) -> RowPlan:
-    """The cheapest plan under which each row's bits are the same in every probed company.
+    """The first of `candidates` under which each row's bits are the same in every probed company.
 
     `products`: each with its number of inputs. Probes `PROBE_ROWS` rows a call and several offsets of
     a row inside it, on the weights that will be used.
@@ -113,10 +127,10 @@ def find_row_plan(
     for product, inputs in products:
         rows = torch.randn((max(PROBE_ROWS), inputs), generator=generator).to(dtype).to(device)
         samples.append((product, rows))
-    for plan in CANDIDATE_PLANS[:-1]:
+    for plan in candidates[:-1]:
         if all(_holds(Linear(product, plan), rows) for product, rows in samples):
             return plan
-    return CANDIDATE_PLANS[-1]
+    return candidates[-1]
 
 
 def _holds(linear: Linear, rows: Tensor) -> bool:

@@ -19,6 +19,7 @@ from core.wire import (
     report_to_wire,
     sampling_to_wire,
     speculation_to_wire,
+    thinking_to_wire,
     verification_to_wire,
 )
 from outrider.v1 import common_pb2, decode_pb2, inference_pb2
@@ -195,6 +196,7 @@ class Attempts:
             model=self._services.model.name,
             route_reason=self._outcome.route_reason,
             verification=verification_to_wire(plan.speculation.verification),
+            approximate=bool(plan.speculation.approximation),
             prompt_tokens=len(prepared.token_ids),
             effective_temperature=0.0 if sampling.temperature < GREEDY_TEMPERATURE else sampling.temperature,
             trace_id=trace_id_of(),
@@ -271,6 +273,7 @@ class Attempts:
             bad_word_ids=[common_pb2.TokenIds(ids=ids) for ids in prepared.sampling.bad_word_ids],
             eos_token_ids=prepared.sampling.eos_token_ids,
             merge_deltas=prepared.merge_deltas,
+            thinking=None if plan.thinking is None else thinking_to_wire(plan.thinking),
         )
 
     def _claims(self, worker: WorkerRecord, peers: tuple[PrefillPeer, ...]) -> TicketClaims:

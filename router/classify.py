@@ -23,6 +23,10 @@ class Classification:
     reason: str
 
 
+GRAMMAR_GIVEN = Classification("structured", "a grammar is given")
+"""Of a request whose answer must follow a grammar, whatever its prompt says."""
+
+
 def _rule(*alternatives: str) -> re.Pattern[str]:
     return re.compile("|".join(alternatives), re.IGNORECASE)
 

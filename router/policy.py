@@ -2,8 +2,10 @@
 
 File (TOML), each key optional; a class that is missing keeps the default below:
     [class.code]
-    drafter = "ngram"
+    drafter = ["eagle3", "ngram"]    # or one name; the first that the worker hosts
     draft_length = 8
+    thinking_draft_length = 12                  # K of `auto` while the model thinks aloud, between these:
+    thinking_markers = ["<think>", "</think>"]
 """
 
 import tomllib
@@ -14,7 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from core.errors import InvalidArgument
-from core.records import REQUEST_CLASSES, RequestClass, SpeculationParams
+from core.records import REQUEST_CLASSES, RequestClass, SpeculationParams, ThinkingPace
 from core.settings import ClassPolicy
 from router.validate import AUTO, CLASS_SPELLINGS, NO_DRAFTER
 
@@ -35,13 +37,14 @@ _FIELD = "router.policy_file"
 class DraftPlan:
     """How one attempt drafts on one worker. `fixed`: K was given by the client, the controller leaves it alone.
 
-    `fallback` names why the wanted drafter was not taken; empty: it was.
+    `fallback` names why the wanted drafter was not taken; empty: it was. `thinking`: another K while the model thinks.
     """
 
     speculation: SpeculationParams
     fixed: bool
     reason: str
     fallback: str = ""
+    thinking: ThinkingPace | None = None
 
 
 def parse_policies(text: str) -> Mapping[RequestClass, ClassPolicy]:
@@ -72,8 +75,8 @@ def _parse_section(name: str, section: object) -> ClassPolicy:
         first = error.errors()[0]
         path = ".".join([f"class.{name}", *(str(part) for part in first["loc"])])
         raise InvalidArgument(f"{_FIELD}:{path}", first["msg"]) from error
-    if policy.drafter in ("", AUTO):
-        raise InvalidArgument(f"{_FIELD}:class.{name}.drafter", "must name one drafter")
+    if not policy.preference or {"", AUTO} & {*policy.preference}:
+        raise InvalidArgument(f"{_FIELD}:class.{name}.drafter", "must name drafters")
     return policy
 
 
@@ -86,6 +89,12 @@ def load_policies(policy_file: str | None) -> Mapping[RequestClass, ClassPolicy]
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(_FIELD, f"{policy_file}: {error}") from error
     return parse_policies(text)
+
+
+def _first_hosted(policy: ClassPolicy, hosted: frozenset[str]) -> str:
+    """Of the policy's drafters; the first one where none is hosted."""
+    known = [name for name in policy.preference if name == NO_DRAFTER or name in hosted]
+    return known[0] if known else policy.preference[0]
 
 
 NO_DRAFTING = DraftPlan(SpeculationParams(NO_DRAFTER), False, "beam search drafts nothing")
@@ -101,7 +110,7 @@ def choose_drafting(
     time, for a named drafter only when an attempt had to move (placement otherwise keeps to workers that host it).
     """
     automatic = requested.drafter == AUTO
-    drafter = policy.drafter if automatic else requested.drafter
+    drafter = _first_hosted(policy, hosted) if automatic else requested.drafter
     fixed = requested.draft_length is not None
     length = requested.draft_length if fixed or not automatic else policy.draft_length
     reason = "auto: policy" if automatic else "drafter given"
@@ -120,4 +129,8 @@ def choose_drafting(
         verification=requested.verification,
         allow_approximate=requested.allow_approximate,
     )
-    return DraftPlan(chosen, fixed, reason, fallback)
+    thinking = None
+    if policy.thinking_draft_length is not None and not fixed and drafter != NO_DRAFTER:
+        thinking_length = min(policy.thinking_draft_length, max_draft_length)
+        thinking = ThinkingPace(thinking_length, *policy.thinking_markers)
+    return DraftPlan(chosen, fixed, reason, fallback, thinking)

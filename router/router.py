@@ -22,9 +22,10 @@ from core.ticket import TicketKeys
 from outrider.v1 import admin_pb2, inference_pb2
 from router.admit import Admission
 from router.attempts import Attempts, Outcome, Services, Write
-from router.classify import Classification, classify
+from router.classify import GRAMMAR_GIVEN, Classification, classify
 from router.directory import WorkerDirectory
 from router.dispatch import WorkerCalls
+from router.grammar import GrammarGate
 from router.idempotency import LiveCalls, seed_of
 from router.placer import Placer
 from router.policy import NO_DRAFTING, DraftPlan, choose_drafting, load_policies
@@ -61,6 +62,7 @@ class Router:
         self.directory = directory
         self.calls = WorkerCalls(grpc, bearer_metadata(security.bearer_token))
         self._pool = TokenisingPool(tokenizer)
+        self._grammars = GrammarGate(settings.grammar_timeout_s)
         self._admission = Admission(settings.max_in_flight, settings.max_queue, self._clock)
         self._live = LiveCalls()
         self._policies: Mapping[RequestClass, ClassPolicy] = load_policies(settings.policy_file)
@@ -91,6 +93,7 @@ class Router:
         await self.calls.close()
         await self.directory.close()
         self._pool.close()
+        self._grammars.close()
 
     async def generate(self, request: inference_pb2.GenerateRequest, caller: Caller, write: Write) -> None:
         """Answers one request through `write`, which may wait for a slow client. Called in a task of the request's own.
@@ -139,6 +142,7 @@ class Router:
 
     async def _prepare(self, checked: CheckedRequest, caller: Caller) -> Prepared:
         """Tokenises, classifies, fixes the seed: all that one request is, but not where it runs."""
+        await self._grammars.check(checked.sampling.grammar)
         token_ids = await self._pool.prompt_ids(checked.prompt)
         max_tokens = fit_context(checked, len(token_ids), self._model, self._placer.pool_tokens())
         with tracer().start_as_current_span(names.SPAN_CLASSIFY) as span:
@@ -151,6 +155,8 @@ class Router:
             bad_word_ids=await self._pool.bad_word_ids(checked.sampling.bad_words),
             eos_token_ids=self._pool.eos_token_ids,
         )
+        if sampling.grammar is not None and not sampling.eos_token_ids:
+            raise InvalidArgument("sampling.grammar", "this model has no token that could end the answer")
         _check_unfinished(checked.resume_token_ids, sampling)
         return Prepared(
             request_id=secrets.token_hex(16),
@@ -169,6 +175,8 @@ class Router:
     async def _classify(self, checked: CheckedRequest) -> Classification:
         if checked.request_class is not None:
             return Classification(checked.request_class, "given")
+        if checked.sampling.grammar is not None:
+            return GRAMMAR_GIVEN
         return classify(await self._pool.classified_text(checked.prompt))
 
     def _plan_drafting(self, prepared: Prepared, worker: WorkerRecord) -> DraftPlan:

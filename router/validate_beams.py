@@ -33,6 +33,7 @@ def check_beam_search(request: inference_pb2.GenerateRequest) -> None:
         "sampling.min_p": sampling.min_p != 0.0,
         "sampling.seed": sampling.HasField("seed"),
         "sampling.n": sampling.HasField("n") and sampling.n != 1,
+        "sampling.grammar": sampling.WhichOneof("grammar") is not None,
         "speculation.drafter": speculation.drafter not in DRAFTERS,
         "speculation.draft_length": speculation.HasField("draft_length"),
         "speculation.draft_width": speculation.HasField("draft_width"),

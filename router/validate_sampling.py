@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterable
 
 from core.errors import InvalidArgument
-from core.records import SEED_LIMIT, SamplingParams
+from core.grammar import check_size
+from core.records import SEED_LIMIT, Grammar, SamplingParams
+from core.wire import grammar_from_wire
 from outrider.v1 import common_pb2
 from router.validate_beams import check_early_stopping, check_length_penalty
 
@@ -31,11 +33,13 @@ def check_sampling(
     max_tokens_limit: int,
     max_n: int,
     max_beam_width: int,
+    max_grammar_bytes: int,
 ) -> SamplingParams:
     """The record of `message`, defaults filled in. Raises InvalidArgument naming the field.
 
     A logit bias is finite and at most ±100, so it can favour tokens but bans none for certain; bad words and
-    min_tokens ban. If they leave nothing to draw, the decode worker ends the request naming the constraint.
+    min_tokens ban. If they and the grammar leave nothing to draw, the decode worker ends the request naming the
+    constraint.
     """
     max_tokens = (
         message.max_tokens if message.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, max_tokens_limit)
@@ -74,6 +78,7 @@ def check_sampling(
         beam_width=beam_width,
         length_penalty=check_length_penalty(message),
         early_stopping=check_early_stopping(message),
+        grammar=_grammar(message, max_grammar_bytes),
     )
 
 
@@ -130,6 +135,18 @@ def _strings(name: str, values: Iterable[str], max_count: int, max_characters: i
                 f"{_FIELD}.{name}[{index}]", f"must have 1 to {max_characters} characters, got {len(text)}"
             )
     return texts
+
+
+def _grammar(message: common_pb2.SamplingParams, max_bytes: int) -> Grammar | None:
+    """Its size only; what it says is looked at in a thread (`router/grammar.py`)."""
+    grammar = grammar_from_wire(message)
+    if grammar is not None:
+        check_size(grammar, max_bytes)
+        if message.ignore_eos:
+            raise InvalidArgument(
+                f"{_FIELD}.ignore_eos", "an answer under a grammar ends where the grammar does"
+            )
+    return grammar
 
 
 def _stop_token_ids(message: common_pb2.SamplingParams, vocab_size: int) -> tuple[int, ...]:

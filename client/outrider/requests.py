@@ -1,19 +1,23 @@
 """From keyword options to a GenerateRequest. What can be seen to be wrong here is refused before sending."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Literal, NoReturn, TypedDict
 
 from outrider.errors import InvalidArgumentError
+from outrider.results import Verification
 from outrider.v1 import common_pb2, inference_pb2
 
 Prompt = str | Sequence[int]
 """Text as it is (no chat template), or token ids."""
 
-Verification = Literal["invariant", "rejection"]
-_VERIFICATIONS = {
+VERIFICATIONS: dict[Verification, common_pb2.Verification] = {
     "invariant": common_pb2.VERIFICATION_INVARIANT,
     "rejection": common_pb2.VERIFICATION_REJECTION,
+    "block": common_pb2.VERIFICATION_BLOCK,
+    "typical": common_pb2.VERIFICATION_TYPICAL,
 }
+"""What the wire calls each mode."""
 
 EarlyStopping = Literal["never"] | bool
 """When a beam search that has `beam_width` whole answers ends: True, at once; False or "never", see the protocol."""
@@ -32,7 +36,11 @@ class Message(TypedDict):
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Everything but the prompt. What is absent or None takes the server's default."""
+    """Everything but the prompt. What is absent or None takes the server's default.
+
+    The answer follows one of `json_schema` (as text or as a mapping), `regex` (the whole of it) and `ebnf` (from the
+    rule `root` on), where one is given.
+    """
 
     messages: Sequence[Message] | None
     max_tokens: int | None
@@ -55,6 +63,9 @@ class GenerateOptions(TypedDict, total=False):
     beam_width: int | None
     length_penalty: float | None
     early_stopping: EarlyStopping | None
+    json_schema: str | Mapping[str, object] | None
+    regex: str | None
+    ebnf: str | None
     drafter: str | None
     draft_length: int | None
     draft_width: int | None
@@ -73,6 +84,7 @@ _SAMPLING_NUMBERS = (
     "presence_penalty", "frequency_penalty", "seed", "logprobs", "n", "ignore_eos",
     "beam_width", "length_penalty",
 )  # fmt: skip
+_GRAMMARS = ("json_schema", "regex", "ebnf")
 _SPECULATION_FIELDS = ("drafter", "draft_length", "draft_width", "allow_approximate")
 
 
@@ -84,6 +96,7 @@ def build_request(prompt: Prompt | None, options: GenerateOptions) -> inference_
     request = inference_pb2.GenerateRequest()
     _set_prompt(request, prompt, options.get("messages"))
     _set_sampling(request.sampling, options)
+    _set_grammar(request.sampling, options)
     _set_speculation(request.speculation, options)
     for name in ("request_class", "cache_salt", "model"):
         _assign(request, name, options.get(name), name)
@@ -141,14 +154,28 @@ def _set_sampling(sampling: common_pb2.SamplingParams, options: GenerateOptions)
             _refuse(f"sampling.logit_bias[{token_id}]", str(error))
 
 
+def _set_grammar(sampling: common_pb2.SamplingParams, options: GenerateOptions) -> None:
+    given = [name for name in _GRAMMARS if options.get(name) is not None]
+    if len(given) > 1:
+        _refuse("sampling.grammar", f"give one of {', '.join(_GRAMMARS)}, not {' and '.join(given)}")
+    for name in given:
+        value = options.get(name)
+        if name == "json_schema" and isinstance(value, Mapping):
+            try:
+                value = json.dumps(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                _refuse("sampling.grammar", f"the JSON schema is not JSON: {error}")
+        setattr(sampling, name, _text("sampling.grammar", value))
+
+
 def _set_speculation(speculation: common_pb2.SpeculationParams, options: GenerateOptions) -> None:
     for name in _SPECULATION_FIELDS:
         _assign(speculation, name, options.get(name), f"speculation.{name}")
     verification = options.get("verification")
     if verification is not None:
-        if verification not in _VERIFICATIONS:
-            _refuse("speculation.verification", f"{verification!r} is not one of {', '.join(_VERIFICATIONS)}")
-        speculation.verification = _VERIFICATIONS[verification]
+        if verification not in VERIFICATIONS:
+            _refuse("speculation.verification", f"{verification!r} is not one of {', '.join(VERIFICATIONS)}")
+        speculation.verification = VERIFICATIONS[verification]
 
 
 def _assign(target: object, name: str, value: object, field: str) -> None:

@@ -34,10 +34,14 @@ def generate_command(
     beam_width: o.BeamWidth = None,
     length_penalty: o.LengthPenalty = None,
     early_stopping: o.EarlyStopping = None,
+    json_schema: o.JsonSchema = None,
+    regex: o.Regex = None,
+    ebnf: o.Ebnf = None,
     drafter: o.Drafter = None,
     draft_length: o.DraftLength = None,
     draft_width: o.DraftWidth = None,
     verification: o.Verification = None,
+    allow_approximate: o.AllowApproximate = False,
     request_class: o.RequestClass = None,
     idempotency_key: Annotated[str | None, typer.Option(help="Same key, same answer.")] = None,
     cache_salt: Annotated[str | None, typer.Option(help="Separates the prefix cache further.")] = None,
@@ -52,9 +56,12 @@ def generate_command(
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "seed": seed,
         "stop": stop, "n": n, "logprobs": logprobs, "ignore_eos": ignore_eos or None, "drafter": drafter,
         "draft_length": draft_length, "draft_width": draft_width, "verification": verification,
+        "allow_approximate": allow_approximate or None,
         "beam_width": beam_width, "length_penalty": length_penalty,
         "early_stopping": o.early_stopping_of(early_stopping),
-        "request_class": request_class, "idempotency_key": idempotency_key, "cache_salt": cache_salt,
+        "json_schema": o.text_of(json_schema, "--json-schema"), "ebnf": o.text_of(ebnf, "--ebnf"),
+        "regex": regex, "request_class": request_class, "idempotency_key": idempotency_key,
+        "cache_salt": cache_salt,
     }  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     if chat:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from core.environment import bearer_token
-from core.errors import ServiceError
+from core.errors import InvalidArgument, ServiceError
 from outrider import Client, InvalidArgumentError, OutriderError, Result
 from outrider.calls import NO_SERVER
 
@@ -34,10 +34,27 @@ LengthPenalty = Annotated[
 EarlyStopping = Annotated[
     str | None, typer.Option(help="Of beam search: true, false or never; see the protocol.")
 ]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="The answer is JSON by the schema in this file."),
+]
+Regex = Annotated[str | None, typer.Option(help="The whole answer matches this regular expression.")]
+Ebnf = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="The answer follows the grammar in this file, from `root` on."
+    ),
+]
 Drafter = Annotated[str | None, typer.Option(help="auto, none, or a drafter that the deployment offers.")]
 DraftLength = Annotated[int | None, typer.Option(help="Depth K of the draft; absent: Outrider chooses.")]
 DraftWidth = Annotated[int | None, typer.Option(help="Most children of a node; 1: a chain.")]
-Verification = Annotated[str | None, typer.Option(help="invariant or rejection.")]
+Verification = Annotated[
+    str | None,
+    typer.Option(help="invariant, rejection, block, or typical, which needs --allow-approximate."),
+]
+AllowApproximate = Annotated[
+    bool, typer.Option("--allow-approximate", help="The answer need not follow the model's distribution.")
+]
 RequestClass = Annotated[str | None, typer.Option(help="Absent: the router classifies.")]
 TimeoutS = Annotated[float | None, typer.Option("--timeout-s", help="Seconds that a request may take.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
@@ -70,6 +87,16 @@ def fail(error: OutriderError | ServiceError) -> NoReturn:
     raise typer.Exit(2 if bad_input else 1)
 
 
+def text_of(file: Path | None, option: str) -> str | None:
+    """What a file holds. Ends the command where that is no text."""
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(InvalidArgument(option, f"{file}: {error}"))
+
+
 def summary(result: Result) -> str:
     """One line: how long the answer is, how fast it came, and what its drafter did."""
     speculation, timing = result.speculation, result.timing
@@ -84,6 +111,9 @@ def summary(result: Result) -> str:
             f"{sum(speculation.position_offered)} ({speculation.acceptance_rate:.0%}), "
             f"{speculation.acceptance_length or 0:.2f} tokens a step"
         )
+    if result.approximate:
+        invariant = result.verification == "invariant"
+        parts.append(f"approximate: {'its drafter' if invariant else f'{result.verification} verification'}")
     if speculation.fallback_reason:
         parts.append(f"fell back: {speculation.fallback_reason}")
     parts.append(f"class {speculation.request_class}, seed {result.seed}, ended by {result.finish_reason}")

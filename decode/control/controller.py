@@ -1,7 +1,8 @@
 """The K controller of a decode worker: keeps what was measured, and decides by `draft_length` every step.
 
 The decode loop calls, on the engine thread: `add` when a choice joins, `plan` before each step, `observe` for each
-choice and `record_step` after it, `record_draft` after each drafter's work, `remove` on every path.
+choice and `record_step` after it, `record_draft` after each drafter's work, `restart` where the answer turns to
+something else, `remove` on every path.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ class ControlledChoice:
     """How a choice may draft. `fixed` is its own length (0 for the drafter `none`); None: the controller moves K.
 
     `start_length` is the first K; None: chosen from what its (drafter, class) showed before, `default_length`
-    where nothing was measured at all.
+    where nothing was measured at all. `width`, `auxiliary_rows`: the rows of a draft, as in `DraftCandidate`.
     """
 
     key: int
@@ -42,6 +43,8 @@ class ControlledChoice:
     default_length: int
     start_length: int | None = None
     fixed: int | None = None
+    width: int = 1
+    auxiliary_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,13 @@ class DraftLengthController:
     def remove(self, key: int) -> None:
         """Forget a choice; unknown keys are ignored."""
         self._choices.pop(key, None)
+
+    def restart(self, key: int, length: int) -> None:
+        """Hold K = `length` from now on, until what is measured moves it. Nothing happens to a fixed K."""
+        state = self._choices.get(key)
+        if state is not None and state.choice.fixed is None:
+            state.current = min(length, state.choice.max_length)
+            state.steps_since_change, state.dwell_steps = 0, BASE_DWELL_STEPS
 
     def plan(self, entries: Sequence[PlanEntry], other_rows: int = 0) -> list[int]:
         """K of each entry, in order. `other_rows`: rows of the step besides roots and drafts.
@@ -166,6 +176,8 @@ def _candidate(state: _ChoiceState, room: int) -> DraftCandidate:
         current=state.current,
         steps_since_change=state.steps_since_change,
         dwell_steps=state.dwell_steps,
+        width=state.choice.width,
+        auxiliary_rows=state.choice.auxiliary_rows,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from core.settings import Quantisation
 from decode.drafters.head_model import HeadModel, HeadSizes
 from engine.engine import Engine
 
@@ -31,10 +32,10 @@ class EagleModel(HeadModel):
         kept_plane: int,
         tensors: Mapping[str, Tensor],
         draft_ids: Tensor,
+        quantisation: Quantisation = "none",
     ) -> None:
-        super().__init__(
-            engine, sizes, {name: tensors[_LAYER + name] for name in sizes.layer_shapes()}, draft_ids
-        )
+        layer = {name: tensors[_LAYER + name] for name in sizes.layer_shapes()}
+        super().__init__(engine, sizes, layer, draft_ids, quantisation)
         self._kept_plane = kept_plane
         self._target_norm = engine.weights.final_norm
         self._fuse = self._pack(tensors["fc.weight"])

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from core.settings import Quantisation
 from decode.drafters.head_model import HeadModel, HeadSizes
 from engine.engine import Engine
 
@@ -38,9 +39,10 @@ class Eagle3Model(HeadModel):
         kept_planes: Sequence[int],
         tensors: Mapping[str, Tensor],
         draft_ids: Tensor,
+        quantisation: Quantisation = "none",
     ) -> None:
         layer = {name: tensors[_LAYER + name] for name in sizes.layer_shapes()}
-        super().__init__(engine, sizes, layer, draft_ids)
+        super().__init__(engine, sizes, layer, draft_ids, quantisation)
         self._kept_planes = torch.tensor(kept_planes)
         self._fuse = self._pack(tensors["fc.weight"])
         self._head = self._pack(tensors["lm_head.weight"])

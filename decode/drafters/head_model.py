@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from core.settings import Quantisation
 from engine.backends import make_backends
 from engine.engine import Engine
 from engine.kv_cache import KvCache, KvLayout
@@ -76,7 +77,12 @@ class HeadModel(ABC):
     """A head beside its target. Engine thread only."""
 
     def __init__(
-        self, engine: Engine, sizes: HeadSizes, layer: Mapping[str, Tensor], draft_ids: Tensor
+        self,
+        engine: Engine,
+        sizes: HeadSizes,
+        layer: Mapping[str, Tensor],
+        draft_ids: Tensor,
+        quantisation: Quantisation,
     ) -> None:
         """`layer`: tensors by the names of `layer_shapes`; draft_ids: Tensor  # [draft_vocab] int64, target ids."""
         self.sizes = sizes
@@ -90,6 +96,7 @@ class HeadModel(ABC):
         self._attention, self._pointwise = make_backends(config, engine.settings, self.kv, engine.max_context)
         self._embedding = engine.weights.embedding
         self._dtype = dtype
+        self._quantisation = quantisation
         parts = {name: tensor.to(dtype) for name, tensor in layer.items()}
         self._qkv = self._pack(*(parts[f"self_attn.{part}_proj.weight"] for part in ("q", "k", "v")))
         self._output = self._pack(parts["self_attn.o_proj.weight"])
@@ -138,7 +145,7 @@ class HeadModel(ABC):
         """The outputs [rows, hidden_dim] and logits [rows, draft_vocab] of a layer that ends with residual + delta."""
 
     def _pack(self, *weights: Tensor) -> PackedProduct:
-        return pack(torch.cat([weight.to(self._dtype) for weight in weights]))
+        return pack(torch.cat([weight.to(self._dtype) for weight in weights]), self._quantisation)
 
 
 def _layer_config(target: ModelConfig, sizes: HeadSizes) -> ModelConfig:

@@ -6,6 +6,8 @@ Rejection and block mode, called rejection below: the independent DRAFT stream, 
 
 Several children of one node are the largest of log d + gumbel, which is drawing without replacement from d (Kool,
 van Hoof, Welling 2019); in invariant mode the first of them matches the target's draw most often.
+
+Where the choice's history is under a grammar, d is what the grammar leaves of it: a drafter needs no code for that.
 """
 
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from core.records import SamplingParams, VerificationMode
 from decode.sampling import sampler
 from decode.sampling.arithmetic import Float64
 from decode.sampling.history import TokenHistory
+from decode.sampling.masking import masked_draws, without_min_tokens
 from decode.sampling.noise import Stream, draft_stream, noise_key
 from decode.sampling.step_items import DrawItem
 
@@ -69,7 +72,7 @@ def draw_draft(draws: Sequence[DraftDraw], logits: torch.Tensor) -> list[DrawnTo
 
     None where nothing can be drawn (NaN, or constraints that leave nothing): end that draft there.
     """
-    rows = sampler.as_rows(logits)
+    rows = _rows(draws, logits)
     items = [_draw_item(draw, row) for row, draw in enumerate(draws)]
     walked = [row for row, draw in enumerate(draws) if not _needs_probs(draw)]
     sampled = [row for row, draw in enumerate(draws) if _needs_probs(draw)]
@@ -90,7 +93,7 @@ def draw_children(
     they are drawn without replacement (`Draft.without_replacement`). Fewer where d has fewer tokens. With width 1
     the child is that of `draw_draft`. None where nothing can be drawn.
     """
-    rows = sampler.as_rows(logits)
+    rows = _rows(draws, logits)
     items = [_draw_item(draw, row) for row, draw in enumerate(draws)]
     walked = [row for row, draw in enumerate(draws) if not _needs_probs(draw)]
     found = sampler.children([items[row] for row in walked], [widths[row] for row in walked], rows)
@@ -113,9 +116,15 @@ def _independent(draw: DraftDraw) -> bool:
     return draw.verification in ("rejection", "block")
 
 
+def _rows(draws: Sequence[DraftDraw], logits: torch.Tensor) -> torch.Tensor:
+    rows = sampler.as_rows(logits)
+    return masked_draws([draw.history for draw in draws], [draw.path for draw in draws], rows)
+
+
 def _draw_item(draw: DraftDraw, row: int) -> DrawItem:
+    masked = draw.history.grammar is not None
     return DrawItem(
-        sampling=draw.sampling,
+        sampling=without_min_tokens(draw.sampling) if masked else draw.sampling,
         seed=draw.seed,
         choice=draw.choice,
         position=draw.position,

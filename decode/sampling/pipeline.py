@@ -1,8 +1,9 @@
 """The sampling pipeline of one row, plainly: the oracle of the native kernel, and the fallback without a compiler.
 
 Order (DESIGN §5): repetition penalty (prompt, output, draft path) → presence and frequency penalty (output,
-draft path) → logit bias → bad words → min_tokens → temperature → top-k → top-p → min-p. A grammar mask
-belongs between min_tokens and temperature. Float32 up to the temperature, then double; nothing depends on other rows.
+draft path) → logit bias → bad words → min_tokens → temperature → top-k → top-p → min-p. The grammar's mask, between
+min_tokens and temperature, is in the rows already (`masking.py`). Float32 up to the temperature, then double; nothing
+depends on other rows.
 
 With x the processed logits, m the largest and T the temperature: weight w(v) = exp((x(v) - m) · (1/T)).
 top-p keeps the shortest prefix, in the order (logit descending, id ascending), whose running sum of w

@@ -15,41 +15,84 @@ from pathlib import Path
 
 from tests.bench.goodness_of_fit import FitTest, holm
 from tests.bench.served_pairs import ServedPlan, served_tests
+from tests.bench.synthetic_blocks import (
+    BLOCK_FAULTS,
+    AnswerScenario,
+    judge_answers,
+    judge_blocks,
+    run_answers,
+)
 from tests.bench.synthetic_chains import FAULTS, Scenario, judge, run
+from tests.bench.synthetic_trees import (
+    TREE_FAULTS,
+    TreeScenario,
+    fault_scenario,
+    judge_trees,
+    run_trees,
+    tree_scenarios,
+)
+
+AnyScenario = Scenario | TreeScenario | AnswerScenario
 
 SMALLEST_P = 1e-3
 FAULT_P = 1e-6
 FAULT_SCENARIO_LENGTH = 2
 
 
-def scenarios(num_chains: int) -> list[Scenario]:
-    """Each verifier over chains of one to three, and rejection of deterministic drafts."""
-    sampled = [
-        Scenario(mode, length, num_chains) for mode in ("invariant", "rejection") for length in (1, 2, 3)
+def scenarios(num_draws: int) -> list[AnyScenario]:
+    """Each verifier over chains of one to three, sampled and deterministic; rejection over trees; whole answers."""
+    chains = [
+        Scenario(mode, length, num_draws) for mode in ("invariant", "rejection") for length in (1, 2, 3)
     ]
-    return [*sampled, Scenario("rejection", 2, num_chains, one_hot=True)]
+    one_hot = [Scenario(mode, 2, num_draws, one_hot=True) for mode in ("rejection", "block")]
+    return [
+        *chains,
+        Scenario("block", 3, num_draws),
+        *one_hot,
+        *tree_scenarios(num_draws),
+        AnswerScenario("block", num_draws),
+    ]
 
 
-def synthetic_tests(num_chains: int, report: Callable[[str], None]) -> list[FitTest]:
+def examine(scenario: AnyScenario) -> tuple[list[FitTest], str]:
+    """Draw and verify; the claims, and what became of the drafts in a few words."""
+    match scenario:
+        case TreeScenario():
+            seen = run_trees(scenario)
+            return judge_trees(scenario, seen), f"{(seen.accepted[:, 0] >= 0).mean():.3f} of first nodes left"
+        case AnswerScenario():
+            return judge_answers(scenario, run_answers(scenario)), "whole answers"
+        case Scenario():
+            outcome = run(scenario)
+            judged = (judge_blocks if scenario.verification == "block" else judge)(scenario, outcome)
+            return judged, f"{outcome.accepted.mean() / scenario.draft_length:.3f} of drafts kept"
+
+
+def synthetic_tests(num_draws: int, report: Callable[[str], None]) -> list[FitTest]:
     """All claims about all scenarios."""
     tests: list[FitTest] = []
-    for scenario in scenarios(num_chains):
+    for scenario in scenarios(num_draws):
         started = time.perf_counter()
-        outcome = run(scenario)
-        judged = judge(scenario, outcome)
-        rate = outcome.accepted.mean() / scenario.draft_length
+        judged, kept = examine(scenario)
         report(
-            f"{scenario.name}: {scenario.num_chains} chains, {rate:.3f} of drafts kept, {len(judged)} tests, "
+            f"{scenario.name}: {num_draws} draws, {kept}, {len(judged)} tests, "
             f"smallest p {min(test.p_value for test in judged):.2e}, {time.perf_counter() - started:.1f} s"
         )
         tests += judged
     return tests
 
 
-def fault_p_values(num_chains: int) -> dict[str, float]:
+def fault_p_values(num_draws: int) -> dict[str, float]:
     """Smallest Holm-corrected p of each planted fault."""
-    scenario = Scenario("rejection", FAULT_SCENARIO_LENGTH, num_chains)
-    return {fault: holm(judge(scenario, run(scenario, fault)))[0].p_value for fault in FAULTS}
+    chains = Scenario("rejection", FAULT_SCENARIO_LENGTH, num_draws)
+    answers = AnswerScenario("block", num_draws)
+    judged: dict[str, list[FitTest]] = {fault: judge(chains, run(chains, fault)) for fault in FAULTS}
+    for tree_fault in TREE_FAULTS:
+        trees = fault_scenario(tree_fault, num_draws)
+        judged[tree_fault] = judge_trees(trees, run_trees(trees, tree_fault))
+    for block_fault in BLOCK_FAULTS:
+        judged[block_fault] = judge_answers(answers, run_answers(answers, block_fault))
+    return {fault: holm(tests)[0].p_value for fault, tests in judged.items()}
 
 
 def _say(line: str) -> None:
@@ -82,8 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.distribution", description=__doc__)
-    parser.add_argument("--chains", type=int, default=100_000, help="chains of each scenario")
-    parser.add_argument("--fault-chains", type=int, default=40_000, help="chains of each planted fault")
+    parser.add_argument(
+        "--chains", type=int, default=100_000, help="chains, trees or answers of each scenario"
+    )
+    parser.add_argument("--fault-chains", type=int, default=40_000, help="as many of each planted fault")
     parser.add_argument("--address", help="HOST:PORT of a running router; adds the served part")
     parser.add_argument("--model", help="directory of the served model; needed with --address")
     parser.add_argument("--pairs", type=int, default=5_000, help="continuations of each served arm")

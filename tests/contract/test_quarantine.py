@@ -20,6 +20,7 @@ ALLOWED_IMPORTS: dict[str, tuple[str, ...]] = {
         "cluster/trace_collector.py",
     ),
     "transformers": (),
+    "llguidance": ("core/grammar.py",),
 }
 ALLOWED_USES: dict[str, tuple[str, ...]] = {
     "os.environ": ("core/environment.py",),

@@ -17,6 +17,16 @@ class PrefillPeer(_message.Message):
     address: str
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
+class ThinkingPace(_message.Message):
+    __slots__ = ("draft_length", "opening", "closing")
+    DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    OPENING_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
+    draft_length: int
+    opening: str
+    closing: str
+    def __init__(self, draft_length: _Optional[int] = ..., opening: _Optional[str] = ..., closing: _Optional[str] = ...) -> None: ...
+
 class Committed(_message.Message):
     __slots__ = ("index", "token_ids", "finished")
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -28,7 +38,7 @@ class Committed(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("ticket", "token_ids", "sampling", "speculation", "draft_length_fixed", "committed", "prefill_peers", "request_class", "bad_word_ids", "eos_token_ids", "merge_deltas")
+    __slots__ = ("ticket", "token_ids", "sampling", "speculation", "draft_length_fixed", "committed", "prefill_peers", "request_class", "bad_word_ids", "eos_token_ids", "merge_deltas", "thinking")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +50,7 @@ class DecodeRequest(_message.Message):
     BAD_WORD_IDS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MERGE_DELTAS_FIELD_NUMBER: _ClassVar[int]
+    THINKING_FIELD_NUMBER: _ClassVar[int]
     ticket: _common_pb2.Ticket
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
@@ -51,7 +62,8 @@ class DecodeRequest(_message.Message):
     bad_word_ids: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     merge_deltas: bool
-    def __init__(self, ticket: _Optional[_Union[_common_pb2.Ticket, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., draft_length_fixed: _Optional[bool] = ..., committed: _Optional[_Iterable[_Union[Committed, _Mapping]]] = ..., prefill_peers: _Optional[_Iterable[_Union[PrefillPeer, _Mapping]]] = ..., request_class: _Optional[str] = ..., bad_word_ids: _Optional[_Iterable[_Union[_common_pb2.TokenIds, _Mapping]]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., merge_deltas: _Optional[bool] = ...) -> None: ...
+    thinking: ThinkingPace
+    def __init__(self, ticket: _Optional[_Union[_common_pb2.Ticket, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., draft_length_fixed: _Optional[bool] = ..., committed: _Optional[_Iterable[_Union[Committed, _Mapping]]] = ..., prefill_peers: _Optional[_Iterable[_Union[PrefillPeer, _Mapping]]] = ..., request_class: _Optional[str] = ..., bad_word_ids: _Optional[_Iterable[_Union[_common_pb2.TokenIds, _Mapping]]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., merge_deltas: _Optional[bool] = ..., thinking: _Optional[_Union[ThinkingPace, _Mapping]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("started", "delta", "finished")

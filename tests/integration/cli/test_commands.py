@@ -69,6 +69,15 @@ def test_generate_passes_every_option_on(server: ScriptedServer) -> None:
     assert server.router.metadata[0]["x-outrider-tenant"] == "acme"
 
 
+def test_generate_says_that_an_answer_is_approximate(server: ScriptedServer) -> None:
+    arguments = "generate typical --raw --verification typical --allow-approximate --address"
+    done = CliRunner().invoke(app, [*arguments.split(), server.address])
+    assert done.exit_code == 0
+    assert "approximate: typical verification" in " ".join(done.stderr.split())
+    (request,) = server.router.requests
+    assert (request.speculation.verification, request.speculation.allow_approximate) == (4, True)
+
+
 def test_generate_passes_on_how_to_search(server: ScriptedServer) -> None:
     arguments = "--raw --beam-width 4 --length-penalty 0.5 --early-stopping"
     for text in ("true", "False", "never"):
@@ -80,6 +89,27 @@ def test_generate_passes_on_how_to_search(server: ScriptedServer) -> None:
     done = CliRunner().invoke(app, ["generate", "x", "--early-stopping", "soon", "--address", server.address])
     assert done.exit_code == 2
     assert "early_stopping" in done.stderr
+
+
+def test_generate_passes_a_grammar_on(server: ScriptedServer, tmp_path: Path) -> None:
+    schema, ebnf, binary = tmp_path / "schema.json", tmp_path / "grammar.ebnf", tmp_path / "binary"
+    schema.write_text('{"type": "null"}')
+    ebnf.write_text('root ::= "é"', encoding="utf-8")
+    binary.write_bytes(b"\xff")
+    for option, value, kind, text in (
+        ("--json-schema", str(schema), "json_schema", '{"type": "null"}'),
+        ("--regex", "[a-z]+", "regex", "[a-z]+"),
+        ("--ebnf", str(ebnf), "ebnf", 'root ::= "é"'),
+    ):
+        done = CliRunner().invoke(app, ["generate", "hi", "--address", server.address, option, value])
+        assert done.exit_code == 0, done.stderr
+        assert getattr(server.router.requests[-1].sampling, kind) == text
+    asked = len(server.router.requests)
+    for wrong in (["--ebnf", str(binary)], ["--ebnf", "missing"], ["--regex", "a", "--ebnf", str(ebnf)]):
+        done = CliRunner().invoke(app, ["generate", "hi", "--address", server.address, *wrong])
+        assert done.exit_code == 2
+        assert "Traceback" not in done.stderr
+    assert len(server.router.requests) == asked
 
 
 def test_generate_as_json_prints_one_object(server: ScriptedServer) -> None:

@@ -22,6 +22,7 @@ from outrider import (
     UnauthenticatedError,
     UnavailableError,
 )
+from outrider.v1 import common_pb2
 from tests.integration.client.scripted_server import SEED, ScriptedServer, as_json
 
 WAIT_S = 10.0
@@ -138,6 +139,17 @@ def test_every_option_reaches_the_router(server: ScriptedServer) -> None:
     assert 30 < deadline_s < 61
 
 
+def test_a_result_names_the_mode_and_whether_it_is_approximate(server: ScriptedServer) -> None:
+    with Client(server.address) as client:
+        typical = client.generate("typical", verification="typical", allow_approximate=True)
+        plain = client.generate("answer", verification="block")
+    modes = [request.speculation.verification for request in server.router.requests]
+    assert modes == [common_pb2.VERIFICATION_TYPICAL, common_pb2.VERIFICATION_BLOCK]
+    assert server.router.requests[0].speculation.allow_approximate
+    assert (typical.verification, typical.approximate) == ("typical", True)
+    assert (plain.verification, plain.approximate) == ("invariant", False)
+
+
 def test_absent_options_stay_absent_on_the_wire(server: ScriptedServer) -> None:
     with Client(server.address) as client:
         client.generate("answer", temperature=None)
@@ -173,7 +185,7 @@ def test_prompt_may_be_token_ids_or_messages(server: ScriptedServer) -> None:
         ({"prompt": "a", "bad_words": [3]}, "sampling.bad_words[0]"),
         ({"prompt": "a", "stop_token_ids": [2**40]}, "sampling.stop_token_ids[0]"),
         ({"prompt": "a", "logit_bias": {2**40: 1.0}}, f"sampling.logit_bias[{2**40}]"),
-        ({"prompt": "a", "verification": "typical"}, "speculation.verification"),
+        ({"prompt": "a", "verification": "exact"}, "speculation.verification"),
         ({"prompt": "a", "draft_length": 2**40}, "speculation.draft_length"),
         ({"prompt": "a", "idempotency_key": "naïve"}, "x-outrider-idempotency-key"),
     ],

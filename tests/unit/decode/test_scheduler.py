@@ -21,8 +21,16 @@ def rows(plan: StepPlan) -> int:
 
 
 def test_every_choice_gets_its_draft_where_there_is_room() -> None:
-    plan = plan_step([ChoiceView(1, 4, 4), ChoiceView(2, 0, 0), ChoiceView(3, 3, 9, width=3)], [], 64, False)
+    plan = plan_step([ChoiceView(1, 4, 4), ChoiceView(2, 0, 0), ChoiceView(3, 3, 9)], [], 64, False)
     assert [(c.key, c.draft_length, c.max_nodes) for c in plan.choices] == [(1, 4, 4), (2, 0, 0), (3, 3, 9)]
+
+
+def test_auxiliary_rows_are_granted_beside_the_nodes_and_none_without_a_draft() -> None:
+    plan = plan_step([ChoiceView(1, 2, 2 * 3 + 7), ChoiceView(2, 0, 13)], [PrefillView(3, 500)], 32, False)
+    assert [(c.draft_length, c.max_nodes) for c in plan.choices] == [(2, 13), (0, 0)]
+    assert plan.prefills[0].rows == 32 - 2 - 13
+    short = plan_step([ChoiceView(1, 2, 13), ChoiceView(2, 4, 4)], [], 10, False)
+    assert [(c.draft_length, c.max_nodes) for c in short.choices] == [(2, 4), (4, 4)]
 
 
 def test_drafts_share_what_roots_leave() -> None:
@@ -54,7 +62,7 @@ def test_a_drafters_own_prompt_work_shares_the_budget() -> None:
 @pytest.mark.parametrize("num_prefills", [0, 1, 3])
 @pytest.mark.parametrize("drafter_pending", [False, True])
 def test_the_budget_is_never_exceeded(num_choices: int, num_prefills: int, drafter_pending: bool) -> None:
-    choices = [ChoiceView(key, key % 9, 3 * (key % 9), width=3) for key in range(num_choices)]
+    choices = [ChoiceView(key, key % 9, 3 * (key % 9) + 7 * (key % 9 > 0)) for key in range(num_choices)]
     prefills = [PrefillView(100 + key, 17 * (key + 1)) for key in range(num_prefills)]
     assert rows(plan_step(choices, prefills, 32, drafter_pending)) <= 32
 

@@ -16,7 +16,9 @@ from router.views import CheckedRequest, Offer, ServedModel
 
 MODEL = ServedModel("tiny", "r1", vocab_size=100, max_context=64)
 OFFER = Offer(frozenset({"none", "ngram"}), max_draft_length=16)
-SETTINGS = RouterSettings(max_prompt_bytes=1024, max_n=4, max_draft_length=32, max_tokens_limit=48)
+SETTINGS = RouterSettings(
+    max_prompt_bytes=1024, max_n=4, max_draft_length=32, max_tokens_limit=48, max_grammar_bytes=2048
+)
 Request = inference_pb2.GenerateRequest
 Change = Callable[[Request], object]
 
@@ -131,6 +133,7 @@ BAD: list[tuple[str, Change]] = [
     ("sampling.min_p", beams(min_p=0.1)),
     ("sampling.seed", beams(seed=0)),
     ("sampling.n", beams(n=2)),
+    ("sampling.grammar", beams(regex="a+")),
     ("resume_token_ids", resume([1], beam_width=2)),
     *[
         (f"speculation.{next(iter(values))}", both(beams(), speculation(**values)))
@@ -141,6 +144,12 @@ BAD: list[tuple[str, Change]] = [
             {"verification": common_pb2.VERIFICATION_REJECTION},
         )
     ],
+    *[
+        ("sampling.grammar", sampling(**{kind: text}))
+        for kind in ("json_schema", "regex", "ebnf")
+        for text in ("", "x" * 2049, "é" * 1025)
+    ],
+    ("sampling.ignore_eos", sampling(regex="a+", ignore_eos=True)),
     ("resume_token_ids", resume([1], n=2, seed=1)),
     ("resume_token_ids", resume([1], temperature=0.8)),
     ("resume_token_ids", resume([1] * 8, max_tokens=8)),
@@ -153,7 +162,8 @@ BAD: list[tuple[str, Change]] = [
     ("speculation.draft_length", speculation(draft_length=-1)),
     ("speculation.draft_length", speculation(drafter="none", draft_length=4)),
     *[("speculation.draft_width", speculation(draft_width=value)) for value in (0, -1, 9, 10**6)],
-    ("speculation.draft_width", speculation(draft_width=2, verification=common_pb2.VERIFICATION_REJECTION)),
+    ("speculation.draft_width", speculation(draft_width=2, verification=common_pb2.VERIFICATION_BLOCK)),
+    ("speculation.verification", speculation(verification=common_pb2.VERIFICATION_TYPICAL)),
     ("speculation.verification", speculation(verification=17)),
     ("request_class", lambda request: setattr(request, "request_class", "poetry")),
     ("adapter", lambda request: setattr(request, "adapter", "lora-1")),
@@ -186,6 +196,8 @@ GOOD: list[Change] = [
     speculation(drafter="ngram", draft_length=16, draft_width=8),
     speculation(drafter="none", draft_length=0),
     speculation(allow_approximate=True),
+    speculation(allow_approximate=True, verification=common_pb2.VERIFICATION_TYPICAL),
+    speculation(draft_width=8, verification=common_pb2.VERIFICATION_REJECTION),
     resume([1, 2], seed=3, temperature=0.8),
     resume([1, 2]),
     token_ids(0, 99),
@@ -194,6 +206,8 @@ GOOD: list[Change] = [
     beams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, n=1, logprobs=2, min_tokens=3, stop=["x"]),
     both(beams(), speculation(drafter="none", verification=common_pb2.VERIFICATION_INVARIANT)),
     both(beams(), speculation(drafter="auto")),
+    sampling(regex="a" * 2048),
+    sampling(ebnf='root ::= "a"', ignore_eos=False),
 ]
 
 
@@ -208,6 +222,7 @@ def test_absent_fields_take_their_documented_defaults() -> None:
     assert (checked.sampling.temperature, checked.sampling.top_p, checked.sampling.n) == (0.0, 1.0, 1)
     assert (checked.speculation.drafter, checked.speculation.verification) == ("auto", "invariant")
     assert checked.request_class is None
+    assert checked.sampling.grammar is None
 
 
 @pytest.mark.parametrize(
@@ -218,17 +233,19 @@ def test_a_class_may_be_given_in_several_spellings(spelling: str, known: str) ->
     assert check(Request(text="x", request_class=spelling)).request_class == known
 
 
+def test_block_verification_drafts_chains_by_default_and_rejection_what_the_drafter_likes() -> None:
+    block = check(changed(speculation(verification=common_pb2.VERIFICATION_BLOCK)))
+    assert (block.speculation.verification, block.speculation.draft_width) == ("block", 1)
+    rejection = check(changed(speculation(verification=common_pb2.VERIFICATION_REJECTION)))
+    assert rejection.speculation.draft_width is None
+
+
 def test_what_a_search_is_asked_for_reaches_its_record() -> None:
     early = common_pb2.EARLY_STOPPING_TRUE
     searched = check(changed(beams(length_penalty=0.5, early_stopping=early))).sampling
     assert (searched.beam_width, searched.length_penalty, searched.early_stopping) == (4, 0.5, True)
     plain = check(Request(text="x")).sampling
     assert (plain.beam_width, plain.length_penalty, plain.early_stopping) == (1, 1.0, False)
-
-
-def test_rejection_verification_drafts_chains_by_default() -> None:
-    checked = check(changed(speculation(verification=common_pb2.VERIFICATION_REJECTION)))
-    assert checked.speculation.draft_width == 1
 
 
 def test_drafter_names_are_not_judged_while_no_worker_is_known() -> None:
@@ -281,7 +298,7 @@ any_speculation = st.fixed_dictionaries(
         "drafter": st.sampled_from(["auto", "none", "ngram", "", "x"]),
         "draft_length": integers,
         "draft_width": integers,
-        "verification": st.integers(0, 4),
+        "verification": st.integers(0, 6),
         "allow_approximate": st.booleans(),
     },
 )
@@ -307,4 +324,5 @@ def test_whatever_comes_is_refused_by_name_or_safe_for_a_worker(
     assert abs(safe.length_penalty) <= 10
     assert safe.beam_width == 1 or (safe.greedy and safe.n == 1)
     assert all(0 <= token < MODEL.vocab_size for token in (*ids, *safe.stop_token_ids, *safe.logit_bias))
+    assert checked.speculation.verification != "typical" or checked.speculation.allow_approximate
     assert checked.speculation.draft_length is None or 0 <= checked.speculation.draft_length <= 16

@@ -1,0 +1,67 @@
+"""Weights in 8 or 4 bits, for drafts: half or a good quarter of the bytes that a step reads, for some acceptance.
+
+int8: symmetric, one scale an output row. int4: one scale and one zero for each `INT4_GROUP` inputs of an output row.
+The products are torch's weight-only kernels for CPUs; activations stay in bfloat16.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from core.errors import InvalidArgument
+from core.settings import Quantisation
+
+INT4_GROUP: Final = 32
+_INT4_OUTPUTS: Final = 16
+_TINY: Final = 1e-8
+
+
+def quantised_product(weight: Tensor, quantisation: Quantisation) -> Callable[[Tensor], Tensor]:
+    """The product x → x·weightᵀ for weight [outputs, inputs], rounded to `quantisation`.
+
+    x [rows, inputs]; computed in bfloat16. Raises InvalidArgument for a device or a shape that the kernels do not take.
+    """
+    if weight.device.type != "cpu":
+        raise InvalidArgument("quantisation", f"{quantisation} weights run on CPUs only")
+    if quantisation == "int8":
+        return _int8(weight)
+    outputs, inputs = weight.shape
+    if outputs % _INT4_OUTPUTS or inputs % INT4_GROUP:
+        raise InvalidArgument("quantisation", f"int4 takes no matrix of {outputs} x {inputs}")
+    return _int4(weight)
+
+
+def _int8(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    wide = weight.float()
+    scales = (wide.abs().amax(dim=1) / 127.0).clamp_min(_TINY)
+    whole = torch.round(wide / scales[:, None]).clamp(-127, 127).to(torch.int8).contiguous()
+    narrow = scales.to(torch.bfloat16)
+    product = torch.ops.aten._weight_int8pack_mm.default
+
+    def multiply(rows: Tensor) -> Tensor:
+        result: Tensor = product(rows.to(torch.bfloat16).contiguous(), whole, narrow)
+        return result.to(rows.dtype)
+
+    return multiply
+
+
+def _int4(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """A weight is (stored - 8) · scale + zero, stored in 0 … 15."""
+    outputs, inputs = weight.shape
+    groups = weight.float().view(outputs, inputs // INT4_GROUP, INT4_GROUP)
+    least, most = groups.amin(dim=2), groups.amax(dim=2)
+    scales = ((most - least) / 15.0).clamp_min(_TINY).to(torch.bfloat16)
+    zeros = (least + 8.0 * scales.float()).to(torch.bfloat16)
+    stored = torch.round((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8.0).clamp(0, 15)
+    flat = stored.to(torch.int32).view(outputs, inputs).contiguous()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(flat, 1)
+    constants = torch.stack([scales, zeros], dim=-1).transpose(0, 1).contiguous()
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    def multiply(rows: Tensor) -> Tensor:
+        result: Tensor = product(rows.to(torch.bfloat16).contiguous(), packed, INT4_GROUP, constants)
+        return result.to(rows.dtype)
+
+    return multiply

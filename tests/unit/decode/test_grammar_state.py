@@ -1,0 +1,152 @@
+"""What may come next under a grammar, at the answer's end and behind draft tokens."""
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from core.errors import InvalidArgument
+from core.records import GrammarKind, SamplingParams
+from decode.grammar_state import NOTHING_LEFT, GrammarState
+from decode.sampling.history import TokenHistory
+from tests.support.byte_grammar import END, compiled, next_ids
+
+WIDTH = 260
+"""Of the logits: wider than the vocabulary, as a padded head's are."""
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "k": {"enum": ["a", "ab", "b"]},
+            "n": {"type": "integer", "minimum": 0, "maximum": 120},
+        },
+        "required": ["k", "n"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+)
+EXPRESSION = 'root ::= term ("+" term)*\nterm ::= [0-9]{1,2} | "(" root ")"'
+GRAMMARS: dict[str, tuple[GrammarKind, str]] = {
+    "schema": ("json_schema", SCHEMA),
+    "regex": ("regex", "(ab|a[b-d]{1,3}|[x-z]+)*;"),
+    "ebnf": ("ebnf", EXPRESSION),
+}
+
+
+def state_of(kind: GrammarKind, text: str, answer: bytes = b"", **sampling: object) -> GrammarState:
+    params = SamplingParams(eos_token_ids=(END,), **sampling)  # type: ignore[arg-type]
+    return GrammarState(compiled(kind, text), TokenHistory([1, 2], answer), params, WIDTH)
+
+
+def ids_of(state: GrammarState, path: Sequence[int] = ()) -> set[int]:
+    mask = state.mask(path)
+    assert mask is not None
+    assert mask.shape == (WIDTH,)
+    return set(mask.nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize(("kind", "text"), GRAMMARS.values(), ids=GRAMMARS.keys())
+def test_masks_of_a_tree_equal_those_of_matchers_built_anew(kind: GrammarKind, text: str) -> None:
+    generator = random.Random(5)
+    history = TokenHistory([1, 2])
+    state = GrammarState(compiled(kind, text), history, SamplingParams(eos_token_ids=(END,)), WIDTH)
+    for _ in range(12):
+        answer = list(history.output_ids)
+        paths: list[tuple[int, ...]] = [()]
+        for _ in range(10):
+            path = generator.choice(paths)
+            expected = next_ids(kind, text, [*answer, *path])
+            assert ids_of(state, path) == expected
+            token_id = generator.choice(sorted(expected - {END}) or [ord("?")])
+            paths.append((*path, token_id))
+            if token_id not in expected:
+                assert state.mask(paths[-1]) is None
+                paths.pop()
+        generator.shuffle(paths)
+        for path in paths:
+            assert ids_of(state, path) == next_ids(kind, text, [*answer, *path])
+        history.extend(generator.choice(paths)[: generator.randrange(1, 5)])
+
+
+@pytest.mark.parametrize(("kind", "text"), GRAMMARS.values(), ids=GRAMMARS.keys())
+def test_a_state_begun_behind_tokens_equals_one_that_went_along(kind: GrammarKind, text: str) -> None:
+    generator = random.Random(9)
+    history = TokenHistory([1, 2])
+    state = GrammarState(compiled(kind, text), history, SamplingParams(eos_token_ids=(END,)), WIDTH)
+    for _ in range(16):
+        allowed = ids_of(state)
+        assert allowed == ids_of(state_of(kind, text, bytes(history.output_ids)))
+        if allowed == {END}:
+            break
+        history.extend([generator.choice(sorted(allowed - {END}))])
+
+
+def test_a_path_that_leaves_the_grammar_has_no_mask_and_does_no_harm() -> None:
+    state = state_of("regex", "abc")
+    assert state.mask(b"b") is None
+    assert state.mask(b"bc") is None
+    assert state.mask(b"abx") is None
+    assert ids_of(state, b"ab") == {ord("c")}
+    assert ids_of(state) == {ord("a")}
+
+
+def test_behind_the_end_there_is_only_the_end() -> None:
+    state = state_of("regex", "ab?")
+    assert ids_of(state, (ord("a"), END)) == {END}
+    assert state.mask((ord("a"), END, ord("b"))) is None
+    assert state.mask((END,)) is None, "before an a nothing ends"
+    history = TokenHistory([1], b"a")
+    ended = GrammarState(compiled("regex", "ab?"), history, SamplingParams(eos_token_ids=(END,)), WIDTH)
+    history.extend([END])
+    assert ids_of(ended) == {END}
+
+
+def test_an_id_that_ends_answers_is_never_text() -> None:
+    assert ids_of(state_of("regex", r"[\x00-b]")) == set(range(1, ord("b") + 1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "min_tokens", "expected"),
+    [
+        (b"a", 0, {ord("b"), END}),
+        (b"a", 1, {ord("b"), END}),
+        (b"a", 2, {ord("b")}),
+        (b"ab", 9, {END}),
+    ],
+)
+def test_min_tokens_bans_the_end_unless_nothing_else_fits(
+    answer: bytes, min_tokens: int, expected: set[int]
+) -> None:
+    assert ids_of(state_of("regex", "ab?", answer, min_tokens=min_tokens)) == expected
+    assert ids_of(state_of("regex", "ab?", min_tokens=min_tokens), answer) == expected
+
+
+def test_min_tokens_gives_way_where_bad_words_take_the_rest() -> None:
+    word = (ord("a"), ord("b"))
+    assert ids_of(state_of("regex", "ab?", b"a", min_tokens=5, bad_word_ids=(word,))) == {ord("b"), END}
+    assert ids_of(state_of("regex", "ab?c?", b"a", min_tokens=5, bad_word_ids=(word,))) == {
+        ord("b"),
+        ord("c"),
+    }
+
+
+def test_a_stop_id_that_the_grammar_wants_counts_as_an_end() -> None:
+    state = state_of("regex", "a[bc]", b"a", min_tokens=5, stop_token_ids=(ord("b"),))
+    assert ids_of(state) == {ord("c")}
+    assert ids_of(state_of("regex", "ab", b"a", min_tokens=5, stop_token_ids=(ord("b"),))) == {ord("b")}
+
+
+def test_tokens_that_do_not_follow_the_grammar_are_no_beginning() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        state_of("regex", "abc", b"ax")
+    assert caught.value.field == "sampling.grammar"
+
+
+def test_a_grammar_that_leads_nowhere_leaves_nothing_and_says_so() -> None:
+    state = state_of("regex", "a[^\\x00-\\U0010FFFF]")
+    mask = state.mask(b"a") if state.mask(()) is not None else None
+    assert mask is None or not mask.any()
+    assert "grammar" in state.fault
+    assert NOTHING_LEFT.startswith("the grammar")

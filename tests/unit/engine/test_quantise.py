@@ -1,0 +1,32 @@
+"""Weights in 8 and 4 bits: near the plain product, and refused where the kernels cannot take them."""
+
+import pytest
+import torch
+
+from core.errors import InvalidArgument
+from core.settings import Quantisation
+from engine.quantise import quantised_product
+
+
+@pytest.mark.parametrize(("quantisation", "limit"), [("int8", 0.02), ("int4", 0.15)])
+@pytest.mark.parametrize("rows", [1, 3, 8, 33])
+def test_a_product_is_near_the_plain_one(quantisation: Quantisation, limit: float, rows: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(96, 128) * torch.rand(96, 1)
+    values = torch.randn(rows, 128, dtype=torch.bfloat16)
+    plain = values.float() @ weight.T
+    found = quantised_product(weight.bfloat16(), quantisation)(values)
+    assert found.dtype is torch.bfloat16
+    assert found.shape == plain.shape
+    assert float((found.float() - plain).norm() / plain.norm()) < limit
+
+
+def test_a_matrix_that_int4_does_not_take_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="10 x 40"):
+        quantised_product(torch.zeros(10, 40), "int4")
+
+
+def test_zeros_stay_zero() -> None:
+    for quantisation in ("int8", "int4"):
+        product = quantised_product(torch.zeros(32, 64, dtype=torch.bfloat16), quantisation)
+        assert float(product(torch.ones(2, 64, dtype=torch.bfloat16)).abs().max()) == 0.0
