@@ -61,10 +61,10 @@ def tree_scenarios(num_trees: int) -> list[TreeScenario]:
     """With and without replacement, several drafters, and sampled beside deterministic ones."""
     shapes = {
         "without replacement": (Source(0, 3, "distinct"),),
-        "with replacement": (Source(0, 3, "repeated"),),
-        "several drafters": (Source(0, 1, "repeated"), Source(1, 1, "repeated"), Source(0, 1, "repeated")),
+        "with replacement": (Source(0, 2, "repeated"),),
+        "several drafters": (Source(0, 1, "repeated"), Source(1, 1, "repeated")),
         "several drafters without replacement": (Source(1, 2, "distinct"), Source(0, 2, "distinct")),
-        "mixed with one-hot": (Source(1, 1, "top"), Source(0, 2, "distinct")),
+        "mixed with one-hot": (Source(0, 1, "top"), Source(1, 2, "distinct")),
     }
     return [TreeScenario(f"tree {name}", sources, num_trees) for name, sources in shapes.items()]
 
