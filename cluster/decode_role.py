@@ -3,7 +3,8 @@
 import asyncio
 from typing import Self
 
-from cluster.engines import load_engine, on_passing_thread, worker_record
+from cluster.answer_sharing import AnswerSharing, lineage_of
+from cluster.engines import hosted_drafters, load_engine, on_passing_thread, worker_record
 from cluster.roles import Surroundings, model_directory
 from cluster.specs import WorkerSpec
 from core.environment import cache_directory
@@ -13,14 +14,19 @@ from core.records import WorkerRecord
 from core.settings import DecodeSettings
 from core.ticket import TicketKeys
 from core.tokenizer import Tokenizer
+from decode.drafters.answer_link import AnswerLink
+from decode.drafters.cache import CacheDrafter
+from decode.drafters.vocabulary import vocabulary_digest
 from decode.service import DecodeAdminService, DecodeService
 from decode.worker import DecodeWorker
 from outrider.v1 import admin_pb2_grpc, decode_pb2_grpc
 
 
-def _with_draft_directory(settings: DecodeSettings) -> DecodeSettings:
-    """The draft model by its directory: like the target it may be named by an alias or a hub id."""
-    draft = settings.drafters.draft_model
+def _with_directories(spec: WorkerSpec) -> DecodeSettings:
+    """Heads and draft model by their directories: like the target the latter may be an alias or a hub id."""
+    drafters = hosted_drafters(spec)
+    settings = spec.settings.decode_worker.model_copy(update={"drafters": drafters})
+    draft = drafters.draft_model
     if draft is None:
         return settings
     try:
@@ -30,23 +36,51 @@ def _with_draft_directory(settings: DecodeSettings) -> DecodeSettings:
             "decode_worker.drafters.draft_model.model", error.message.partition(": ")[2]
         ) from error
     named = draft.model_copy(update={"model": str(directory)})
-    drafters = settings.drafters.model_copy(update={"draft_model": named})
-    return settings.model_copy(update={"drafters": drafters})
+    return settings.model_copy(update={"drafters": drafters.model_copy(update={"draft_model": named})})
+
+
+async def _cache_in_use(
+    spec: WorkerSpec, around: Surroundings, worker: DecodeWorker, tokenizer: Tokenizer
+) -> AnswerSharing | None:
+    """Shows the cache of earlier answers in the metrics, and links it to Redis where the settings say so.
+
+    Before the worker starts.
+    """
+    cache = worker.drafters.get(CacheDrafter.name)
+    if not isinstance(cache, CacheDrafter):
+        return None
+    around.metrics.metrics.observe_cache(cache.held, cache.events)
+    if not cache.settings.share:
+        return None
+    secret = (spec.settings.security.cache_salt_secret or "").encode()
+    link = AnswerLink(secret, cache.record_limits)
+    cache.connect(link)
+
+    async def take_in() -> None:
+        if worker.num_live == 0:
+            await worker.on_engine_thread(cache.receive_all)
+
+    vocabulary = await asyncio.to_thread(lambda: vocabulary_digest(tokenizer))
+    lineage = lineage_of(worker.engine.numerics.model_revision, vocabulary)
+    return AnswerSharing(link, around.state, lineage, cache.settings, take_in)
 
 
 class DecodeRole:
     """A started decode worker and its services."""
 
-    def __init__(self, spec: WorkerSpec, around: Surroundings, worker: DecodeWorker) -> None:
+    def __init__(
+        self, spec: WorkerSpec, around: Surroundings, worker: DecodeWorker, sharing: AnswerSharing | None
+    ) -> None:
         self._spec = spec
         self._around = around
         self._worker = worker
+        self._sharing = sharing
 
     @classmethod
     async def build(cls, spec: WorkerSpec, around: Surroundings) -> Self:
         """See `cluster.roles.build_role`."""
         settings = spec.settings
-        decode = await asyncio.to_thread(lambda: _with_draft_directory(settings.decode_worker))
+        decode = await asyncio.to_thread(lambda: _with_directories(spec))
         engine = await on_passing_thread(lambda: load_engine(spec))
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.from_directory(model_directory(spec)))
         worker = await on_passing_thread(
@@ -65,8 +99,12 @@ class DecodeRole:
         server = around.rpc.server
         decode_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker), server)
         admin_pb2_grpc.add_AdminServicer_to_server(DecodeAdminService(worker, settings.model), server)
+        sharing = await _cache_in_use(spec, around, worker, tokenizer)
         await worker.start()
-        return cls(spec, around, worker)
+        if sharing is not None:
+            await sharing.catch_up()
+            sharing.start(settings.registry.heartbeat_s)
+        return cls(spec, around, worker, sharing)
 
     def record(self) -> WorkerRecord:
         """See `Role`."""
@@ -92,5 +130,7 @@ class DecodeRole:
 
     async def close(self) -> None:
         """See `Role`."""
+        if self._sharing is not None:
+            await self._sharing.stop()
         await self._worker.close()
         self._worker.engine.close()

@@ -10,9 +10,11 @@ from cluster.roles import Surroundings, model_directory
 from cluster.specs import WorkerSpec
 from core.metrics import LoadGauges
 from core.records import WorkerRecord
-from core.settings import EngineSettings
+from core.settings import DraftersSettings, EngineSettings
 from decode.drafters.registry import required_hidden_layers
+from decode.drafters.shipped_heads import with_shipped
 from engine.engine import Engine
+from engine.weights import open_model
 
 Result = TypeVar("Result")
 _NO_DRAFTERS: Final[tuple[str, ...]] = ()
@@ -39,8 +41,13 @@ def load_engine(spec: WorkerSpec) -> Engine:
 def engine_settings(spec: WorkerSpec) -> EngineSettings:
     """The engine's settings; every worker keeps the hidden planes that any drafter of the deployment needs."""
     engine = spec.settings.engine
-    needed = required_hidden_layers(spec.settings.decode_worker.drafters)
+    needed = required_hidden_layers(hosted_drafters(spec))
     return engine.model_copy(update={"hidden_layers": tuple(sorted({*engine.hidden_layers, *needed}))})
+
+
+def hosted_drafters(spec: WorkerSpec) -> DraftersSettings:
+    """The drafters of this deployment's decode workers, heads that ship for its target among them."""
+    return with_shipped(spec.settings.decode_worker.drafters, open_model(model_directory(spec)).revision())
 
 
 def worker_record(

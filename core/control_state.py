@@ -1,15 +1,16 @@
-"""The control state in Redis: worker registry and acceptance statistics.
+"""The control state in Redis: worker registry, acceptance statistics, and answers that workers share.
 
 Soft state: losing it costs hit rate only. Nothing here caches. Whoever reads keeps the last known answer;
 whoever publishes does so again at every heartbeat, so an empty Redis fills by itself.
 
 Keys: `<prefix>:workers` (set of ids), `<prefix>:worker:<id>` (JSON, TTL),
-`<prefix>:acceptance:<model>:<drafter>:<class>` (hash of counts).
+`<prefix>:acceptance:<model>:<drafter>:<class>` (hash of counts), `<prefix>:answers:<lineage>:<shard>` (capped
+stream of opaque records, TTL).
 """
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ from core.settings import RegistrySettings
 
 Result = TypeVar("Result")
 
+_RECORD = b"record"
 _WITHDRAW = """
 local record = redis.call('GET', KEYS[1])
 if record and cjson.decode(record).epoch == ARGV[1] then
@@ -72,14 +74,8 @@ class ControlState:
     def __init__(self, url: str, settings: RegistrySettings) -> None:
         self._prefix = settings.key_prefix
         self._timeout_s = settings.command_timeout_s
-        self._client: redis.Redis = redis.Redis.from_url(
-            url,
-            decode_responses=True,
-            socket_timeout=settings.command_timeout_s,
-            socket_connect_timeout=settings.command_timeout_s,
-            retry=Retry(NoBackoff(), 1),
-            max_connections=8,
-        )
+        self._client = _connected(url, settings, decode_responses=True)
+        self._bytes_client = _connected(url, settings, decode_responses=False)
 
     async def publish(self, record: WorkerRecord, ttl_s: float) -> None:
         """See `WorkerRegistry.publish`."""
@@ -144,6 +140,41 @@ class ControlState:
 
         return _counts_from_fields(await self._bounded(call))
 
+    async def add_answers(
+        self, lineage: str, records: Sequence[tuple[int, bytes]], max_records: int, ttl_s: float
+    ) -> None:
+        """Appends (shard, record) pairs. A shard keeps about its last `max_records`, and for `ttl_s` after these."""
+
+        async def call() -> None:
+            async with self._bytes_client.pipeline(transaction=True) as pipeline:
+                for shard, record in records:
+                    key = self._answers_key(lineage, shard)
+                    pipeline.xadd(key, {_RECORD: record}, maxlen=max_records, approximate=True)
+                for shard in sorted({shard for shard, _ in records}):
+                    pipeline.pexpire(self._answers_key(lineage, shard), max(1, int(ttl_s * 1000)))
+                await pipeline.execute()
+
+        await self._bounded(call)
+
+    async def read_answers(
+        self, lineage: str, cursors: Mapping[int, bytes], max_records: int
+    ) -> list[tuple[int, bytes, bytes]]:
+        """Up to `max_records` of each shard behind its cursor (b"0": all), as (shard, cursor behind it, record)."""
+
+        async def call() -> list[tuple[int, bytes, bytes]]:
+            async with self._bytes_client.pipeline(transaction=False) as pipeline:
+                for shard, cursor in cursors.items():
+                    key = self._answers_key(lineage, shard)
+                    pipeline.xrange(key, min=b"(" + cursor, count=max_records)
+                found = await pipeline.execute()
+            return [
+                (shard, cursor, fields.get(_RECORD, b""))
+                for shard, entries in zip(cursors, found, strict=True)
+                for cursor, fields in entries
+            ]
+
+        return await self._bounded(call)
+
     async def ping(self) -> None:
         """Raises ControlStateUnavailable unless Redis answers."""
 
@@ -155,6 +186,7 @@ class ControlState:
     async def close(self) -> None:
         """Ends the connections. Idempotent."""
         await self._client.aclose()
+        await self._bytes_client.aclose()
 
     async def _bounded(self, call: Callable[[], Awaitable[Result]]) -> Result:
         try:
@@ -171,6 +203,22 @@ class ControlState:
 
     def _acceptance_key(self, model: str, drafter: str, request_class: str) -> str:
         return f"{self._prefix}:acceptance:{model}:{drafter}:{request_class}"
+
+    def _answers_key(self, lineage: str, shard: int) -> str:
+        return f"{self._prefix}:answers:{lineage}:{shard}"
+
+
+def _connected(url: str, settings: RegistrySettings, *, decode_responses: bool) -> redis.Redis:
+    """A client of `url`; it connects when it is first used."""
+    client: redis.Redis = redis.Redis.from_url(
+        url,
+        decode_responses=decode_responses,
+        socket_timeout=settings.command_timeout_s,
+        socket_connect_timeout=settings.command_timeout_s,
+        retry=Retry(NoBackoff(), 1),
+        max_connections=8,
+    )
+    return client
 
 
 async def _awaited(value: Any) -> Any:  # Any: redis-py types its replies as "awaitable or plain"

@@ -26,6 +26,10 @@ class TokenDecoder(Protocol):
         """What was held back. Nothing may be pushed afterwards."""
         ...
 
+    def fork(self) -> "TokenDecoder":
+        """A second one that stands where this one does."""
+        ...
+
 
 def byte_alphabet() -> dict[str, int]:
     """The characters that byte-level BPE spells the 256 bytes with (GPT-2, Radford et al. 2019)."""
@@ -52,6 +56,12 @@ class ByteLevelDecoder:
     def flush(self) -> str:
         """See `TokenDecoder.flush`."""
         return self._utf8.decode(b"", final=True)
+
+    def fork(self) -> TokenDecoder:
+        """See `TokenDecoder.fork`."""
+        copied = ByteLevelDecoder()
+        copied._utf8.setstate(self._utf8.getstate())
+        return copied
 
 
 def byte_level_bytes(token: str) -> bytes:
@@ -81,6 +91,12 @@ class SentencePieceDecoder:
     def flush(self) -> str:
         """See `TokenDecoder.flush`."""
         return self._leave(self._end_run())
+
+    def fork(self) -> TokenDecoder:
+        """See `TokenDecoder.fork`."""
+        copied = SentencePieceDecoder(self._mark, self._strip)
+        copied._run = bytearray(self._run)
+        return copied
 
     def _end_run(self) -> str:
         run = bytes(self._run)

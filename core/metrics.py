@@ -132,6 +132,20 @@ class Metrics:
         self._meter.create_observable_gauge(names.METRIC_LOAD, callbacks=[load])
         self._meter.create_observable_gauge(names.METRIC_BLOCKS, callbacks=[blocks])
 
+    def observe_cache(
+        self, held: Callable[[], Mapping[str, int]], events: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """Registers, once, where the cache of earlier answers is read from at every scrape: by kind, by event."""
+
+        def read_held(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(count, {"kind": kind}) for kind, count in held().items()]
+
+        def read_events(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(count, {"event": event}) for event, count in events().items()]
+
+        self._meter.create_observable_gauge(names.METRIC_CACHE_HELD, callbacks=[read_held])
+        self._meter.create_observable_counter(names.METRIC_CACHE_EVENTS, callbacks=[read_events])
+
     def totals(self) -> Mapping[str, float]:
         """Sums since the process started, by instrument name without labels (for Admin.Status)."""
         return {name: float(value) for name, value in self._totals.items()}

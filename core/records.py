@@ -13,7 +13,16 @@ SEED_LIMIT = 2**53
 """Seeds are whole numbers in [0, SEED_LIMIT)."""
 
 VerificationMode = Literal["invariant", "rejection", "block", "typical"]
-"""Keeps the text; the distribution, over trees or over chains by whole blocks; neither (approximate)."""
+"""What is kept: the text; the distribution (`block`: of chains, judged as a whole); with `typical` neither."""
+
+APPROXIMATE_MODES: frozenset[VerificationMode] = frozenset({"typical"})
+"""Those that change the distribution: refused unless the request allows them."""
+
+APPROXIMATE_DRAFTERS: frozenset[str] = frozenset({"bild", "cascade"})
+"""Drafters with an acceptance rule of their own that changes the distribution: refused alike."""
+
+EarlyStopping = Literal[True, False, "never"]
+"""When a beam search ends that has `beam_width` finished hypotheses; see `decode/beam_search.py`."""
 
 WorkerRole = Literal["router", "prefill", "decode"]
 RequestClass = Literal[
@@ -56,7 +65,10 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. `seed` is None only before the router has fixed it."""
+    """How the next token is drawn. `seed` is None only before the router has fixed it.
+
+    `beam_width` above 1: nothing is drawn, the answer is searched for; the two fields behind it are of that search.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -77,6 +89,9 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     ignore_eos: bool = False
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
     grammar: Grammar | None = None
 
     @property
@@ -94,6 +109,13 @@ class SpeculationParams:
     draft_width: int | None = None
     verification: VerificationMode = "invariant"
     allow_approximate: bool = False
+
+    @property
+    def approximation(self) -> str:
+        """The verification mode or drafter that changes the distribution; "": none does."""
+        if self.verification in APPROXIMATE_MODES:
+            return self.verification
+        return self.drafter if self.drafter in APPROXIMATE_DRAFTERS else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,11 @@
 Third party: the `tokenizers` library, used here only.
 """
 
+import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -139,6 +141,12 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """What was held back, unfinished characters as U+FFFD. Call once, at the end."""
         return self._decoder.flush()
+
+    def fork(self) -> Self:
+        """A second one that stands where this one does."""
+        copied = copy.copy(self)
+        copied._decoder = self._decoder.fork()
+        return copied
 
 
 def check_text(field: str, text: str) -> None:

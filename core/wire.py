@@ -2,6 +2,7 @@
 
 from core.records import (
     ChoiceFinish,
+    EarlyStopping,
     FinishReason,
     Grammar,
     GrammarKind,
@@ -22,6 +23,12 @@ _FINISH_TO_WIRE = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+_EARLY_STOPPING_TO_WIRE: dict[EarlyStopping, common_pb2.EarlyStopping] = {
+    False: common_pb2.EARLY_STOPPING_FALSE,
+    True: common_pb2.EARLY_STOPPING_TRUE,
+    "never": common_pb2.EARLY_STOPPING_NEVER,
+}
+_EARLY_STOPPING_FROM_WIRE = {wire: early for early, wire in _EARLY_STOPPING_TO_WIRE.items()}
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -42,6 +49,9 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         n=params.n,
         ignore_eos=params.ignore_eos,
+        beam_width=params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=_EARLY_STOPPING_TO_WIRE[params.early_stopping],
     )
     if params.seed is not None:
         message.seed = params.seed
@@ -81,8 +91,25 @@ def sampling_from_wire(request: decode_pb2.DecodeRequest) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         n=message.n if message.HasField("n") else 1,
         ignore_eos=message.ignore_eos,
+        beam_width=message.beam_width if message.HasField("beam_width") else 1,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
+        early_stopping=early_stopping_from_wire(message.early_stopping),
         grammar=grammar_from_wire(message),
     )
+
+
+_VERIFICATIONS: dict[VerificationMode, common_pb2.Verification] = {
+    "invariant": common_pb2.VERIFICATION_INVARIANT,
+    "rejection": common_pb2.VERIFICATION_REJECTION,
+    "block": common_pb2.VERIFICATION_BLOCK,
+    "typical": common_pb2.VERIFICATION_TYPICAL,
+}
+_MODES = {value: mode for mode, value in _VERIFICATIONS.items()}
+
+
+def early_stopping_from_wire(value: common_pb2.EarlyStopping) -> EarlyStopping:
+    """Unspecified means False."""
+    return _EARLY_STOPPING_FROM_WIRE.get(value, False)
 
 
 def thinking_to_wire(pace: ThinkingPace) -> decode_pb2.ThinkingPace:
@@ -100,14 +127,12 @@ def thinking_from_wire(request: decode_pb2.DecodeRequest) -> ThinkingPace | None
 
 def verification_to_wire(mode: VerificationMode) -> common_pb2.Verification:
     """The wire's name of a verification mode."""
-    if mode == "rejection":
-        return common_pb2.VERIFICATION_REJECTION
-    return common_pb2.VERIFICATION_INVARIANT
+    return _VERIFICATIONS[mode]
 
 
 def verification_from_wire(value: common_pb2.Verification) -> VerificationMode:
-    """Unspecified means invariant."""
-    return "rejection" if value == common_pb2.VERIFICATION_REJECTION else "invariant"
+    """Unspecified, or a mode of a newer peer, means invariant."""
+    return _MODES.get(value, "invariant")
 
 
 def speculation_to_wire(params: SpeculationParams) -> common_pb2.SpeculationParams:

@@ -6,6 +6,7 @@ from typing import Protocol, TypeAlias
 
 from core.errors import ServiceError
 from core.records import ChoiceFinish, SpeculationReport, TokenLogprobs
+from decode.beam_group import BeamGroup
 from decode.drafters.protocol import Drafter, DraftRequest
 from decode.finisher import Finisher
 from decode.job import DecodeJob
@@ -54,12 +55,18 @@ class Request:
         """Length of the prompt."""
         return len(self.job.prompt_ids)
 
+    @property
+    def open_places(self) -> int:
+        """Places in the batch of the choices that have not ended."""
+        return sum(choice.places for choice in self.choices if not choice.ended)
+
 
 @dataclass(slots=True, eq=False)
 class Choice:
     """One answer of a request. `table` None: not begun, preempted or ended.
 
     With a table, K and V of all tokens but the last are in it whenever the choice is among the running ones.
+    A choice with `beams` is searched for: while it runs they hold the tables, and it has tokens only when it ends.
     """
 
     key: int
@@ -73,6 +80,7 @@ class Choice:
     draft_request: DraftRequest
     thinking: ThinkingSpan | None = None
     table: BlockTable | None = None
+    beams: BeamGroup | None = None
     ended: bool = False
     finish: ChoiceFinish | None = None
     parked: bool = False
@@ -82,8 +90,23 @@ class Choice:
 
     @property
     def emitted_tokens(self) -> int:
-        """Tokens of the answer so far."""
-        return self.history.num_output
+        """Tokens of the answer so far; while it is searched for, of each hypothesis."""
+        return self.history.num_output + (0 if self.beams is None else self.beams.length)
+
+    @property
+    def places(self) -> int:
+        """Places in the batch that it takes."""
+        return 1 if self.beams is None else self.beams.width
+
+    @property
+    def num_roots(self) -> int:
+        """Rows of the next step without a draft's."""
+        return 1 if self.beams is None else self.beams.num_rows
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether preempting it gives anything back."""
+        return self.table is not None or (self.beams is not None and self.beams.holds_blocks)
 
 
 @dataclass(slots=True, eq=False)

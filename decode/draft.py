@@ -21,7 +21,9 @@ class Draft:
     Siblings stand in the order drawn. Under rejection nobody may prune or re-rank *sampled* nodes by their tokens or
     scores: which siblings are kept, and in what order, depends only on what was known before they were drawn. In
     invariant mode siblings are distinct.
-    `auxiliary_token_ids`, `auxiliary_parents`: rows evaluated for the drafter only, after all nodes.
+    `auxiliary_token_ids`, `auxiliary_parents`: rows evaluated for the drafter only, after all nodes. Their
+    parents are rows too: the root, a node or an earlier auxiliary row. They may be deeper than the nodes, but must
+    end inside the target's context.
     `fault`: why there is no draft though there should be one; counted, and told to the caller.
     """
 
@@ -42,6 +44,11 @@ class Draft:
         return tuple(depths)
 
     @property
+    def num_rows(self) -> int:
+        """Rows behind the root: nodes and auxiliary rows."""
+        return len(self.token_ids) + len(self.auxiliary_token_ids)
+
+    @property
     def is_chain(self) -> bool:
         """Whether every node is the child of the row before it."""
         return all(parent == row for row, parent in enumerate(self.parents))
@@ -56,6 +63,8 @@ class VerifyItem:
 
     `logits_start` is the logits row of the root; node j's row is logits_start + 1 + j.
     `seed` and `choice` key the noise; `history` holds prompt and output up to the root, root included.
+    `rollback_threshold`: -log t(x) up to which a drafted x is kept, whatever `verification` says (approximate; None:
+    exact); see `verification/relaxed.py`.
     """
 
     sampling: SamplingParams
@@ -66,6 +75,7 @@ class VerifyItem:
     logits_start: int
     draft: Draft = NO_DRAFT
     verification: VerificationMode = "invariant"
+    rollback_threshold: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

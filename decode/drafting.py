@@ -23,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 FALLBACK_ERROR = "drafter_error"
 FALLBACK_POSITION = "position_limit"
 FALLBACK_SHORT = "short_answer"
+FALLBACK_STALL = "drafter_stall"
 
 
 class Drafting:
@@ -35,12 +36,14 @@ class Drafting:
         metrics: Metrics,
         clock: Clock,
         max_nodes: int,
+        stall_s: float,
     ) -> None:
         self._drafters = drafters
         self._pace = pace
         self._metrics = metrics
         self._clock = clock
         self._max_nodes = max_nodes
+        self._stall_s = stall_s
         self._choices: dict[int, Choice] = {}
         self.pending = False
         """Whether a drafter may have prompt work of its own left."""
@@ -67,7 +70,7 @@ class Drafting:
             self._guard([choice], lambda: choice.drafter.finish(choice.draft_request))
 
     def room_for(self, choice: Choice) -> tuple[int, int]:
-        """(depth, nodes) that a choice may draft at most now, whatever the controller says."""
+        """(depth, rows) that a choice may draft at most now, whatever the controller says."""
         if not choice.drafting:
             return 0, 0
         depth = min(choice.drafter.needs.max_draft_length, choice.finisher.tokens_left - 1)
@@ -79,7 +82,7 @@ class Drafting:
                 self.finish(choice)
             depth = min(depth, reach)
         depth = max(0, depth)
-        return depth, min(self._max_nodes, depth * choice.draft_request.draft_width)
+        return depth, min(self._max_nodes, choice.drafter.needs.rows(depth, choice.draft_request.draft_width))
 
     def prefill(self, max_rows: int) -> int:
         """Drafters' own prompt work; the rows that it took."""
@@ -92,13 +95,13 @@ class Drafting:
         return rows
 
     def lengths(self, choices: Sequence[Choice], other_rows: int) -> list[tuple[int, int]]:
-        """(depth, nodes) that each choice is to draft in a step with `other_rows` rows of prompts."""
+        """(depth, rows) that each choice is to draft in a step with `other_rows` rows of prompts."""
         return self._pace.lengths(choices, [self.room_for(choice) for choice in choices], other_rows)
 
-    def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int) -> None:
-        """Acceptance of one choice's draft in one step."""
-        self._pace.learn(choice, depths, num_accepted)
-        if not depths and choice.drafting:
+    def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int, num_auxiliary: int = 0) -> None:
+        """Acceptance of one choice's draft, of nodes at `depths` and of auxiliary rows, in one step."""
+        self._pace.learn(choice, depths, num_accepted, num_auxiliary)
+        if not depths and not num_auxiliary and choice.drafting:
             self.pending = True
 
     def record_step(self, rows: int, seconds: float) -> None:
@@ -119,13 +122,15 @@ class Drafting:
             took_s = self._clock.now_s() - started_s
             self._pace.record_draft(drafter.name, deepest, took_s)
             self._metrics.draft(drafter.name, took_s)
+            if took_s > self._stall_s:
+                self._take_off(choices, FALLBACK_STALL)
             for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
                 if draft.fault:
                     self._note(choice, draft.fault)
                 draft = _fitting(draft, choice.draft_request)
-                if choice.draft_request.verification == "rejection":
+                if choice.draft_request.verification == "block":
                     draft = leading_chain(draft)
-                if draft.token_ids or draft.auxiliary_token_ids:
+                if draft.num_rows:
                     drafts[choice.key] = cut_draft(draft, budget.draft_length, budget.max_nodes)
         return drafts
 
@@ -150,12 +155,16 @@ class Drafting:
             return call()
         except Exception:  # boundary: drafters are guests; a broken one is taken off the choice
             _LOG.exception("drafter %s failed; its requests go on without", choices[0].drafter.name)
+        self._take_off(choices, FALLBACK_ERROR)
+        return None
+
+    def _take_off(self, choices: Sequence[Choice], reason: str) -> None:
+        """These go on without their drafter."""
         for choice in choices:
-            self._note(choice, FALLBACK_ERROR)
+            self._note(choice, reason)
             if choice.drafting:
                 self._forget(choice)
                 _finish_quietly(choice)
-        return None
 
     def _forget(self, choice: Choice) -> None:
         choice.drafting = False
@@ -167,48 +176,78 @@ class Drafting:
             self._metrics.fallback(choice.drafter.name, reason)
 
 
-def cut_draft(draft: Draft, depth: int, max_nodes: int) -> Draft:
-    """The draft without nodes deeper than `depth` or beyond `max_nodes` rows (auxiliary ones included).
+def cut_draft(draft: Draft, depth: int, max_rows: int) -> Draft:
+    """The draft without nodes deeper than `depth` and within `max_rows` rows, auxiliary ones included.
 
+    Where rows run short all auxiliary rows go first (half a window tells its drafter nothing), then the last nodes.
     What goes is decided by place alone, never by a token, so a sampled draft stays unbiased.
     """
-    num_rows = len(draft.token_ids) + len(draft.auxiliary_token_ids)
     depths = draft.depths()
-    if num_rows <= max_nodes and (not depths or max(depths) <= depth):
+    if draft.num_rows <= max_rows and max(depths, default=0) <= depth:
         return draft
-    kept = [node for node, node_depth in enumerate(depths) if node_depth <= depth][: max(0, max_nodes)]
-    if not kept:
+    kept = [node for node, node_depth in enumerate(depths) if node_depth <= depth]
+    cut = _keep_nodes(draft, kept)
+    if cut.num_rows <= max_rows:
+        return cut
+    bare = replace(cut, auxiliary_token_ids=(), auxiliary_parents=())
+    return _keep_nodes(bare, range(max(0, min(len(kept), max_rows))))
+
+
+def leading_chain(draft: Draft) -> Draft:
+    """The first child of the root, its first child, and so on: block verification takes chains only.
+
+    Auxiliary rows are kept but for those under a node that goes.
+    """
+    if draft.is_chain:
+        return draft
+    first_children: dict[int, int] = {}
+    for node, parent in enumerate(draft.parents):
+        first_children.setdefault(parent, node)
+    kept: list[int] = []
+    row = 0
+    while row in first_children:
+        kept.append(first_children[row])
+        row = kept[-1] + 1
+    return _keep_nodes(draft, kept)
+
+
+def _keep_nodes(draft: Draft, kept: Sequence[int]) -> Draft:
+    """The draft with the nodes `kept` only, ascending, no node without its parent; rows are numbered anew.
+
+    An auxiliary row goes where its parent goes.
+    """
+    rows = {0: 0} | {node + 1: row for row, node in enumerate(kept, start=1)}
+    first_auxiliary = 1 + len(draft.token_ids)
+    auxiliary_token_ids: list[int] = []
+    auxiliary_parents: list[int] = []
+    auxiliary = zip(draft.auxiliary_token_ids, draft.auxiliary_parents, strict=True)
+    for row, (token_id, parent) in enumerate(auxiliary, start=first_auxiliary):
+        if parent in rows:
+            auxiliary_token_ids.append(token_id)
+            auxiliary_parents.append(rows[parent])
+            rows[row] = len(kept) + len(auxiliary_token_ids)
+    if not kept and not auxiliary_token_ids:
         return NO_DRAFT
-    rows = {0: 0} | {node + 1: row + 1 for row, node in enumerate(kept)}
+    probs = draft.draft_probs
     return replace(
         draft,
         token_ids=tuple(draft.token_ids[node] for node in kept),
         parents=tuple(rows[draft.parents[node]] for node in kept),
-        draft_probs=None if draft.draft_probs is None else draft.draft_probs[kept],
+        draft_probs=None if probs is None or not kept else probs[list(kept)],
         sources=tuple(draft.sources[node] for node in kept) if draft.sources else (),
-        auxiliary_token_ids=(),
-        auxiliary_parents=(),
+        auxiliary_token_ids=tuple(auxiliary_token_ids),
+        auxiliary_parents=tuple(auxiliary_parents),
     )
 
 
 def _fitting(draft: Draft, request: DraftRequest) -> Draft:
-    """The draft as far as the request's grammar allows it. Sampled nodes stay where their tokens may not be looked at;
-    those that came from `draw_draft` fit anyhow, and others are never accepted."""
-    if request.grammar is None or (draft.draft_probs is not None and request.verification != "invariant"):
-        return draft
-    return allowed_part(draft, request.grammar)
+    """The draft as far as the request's grammar allows it.
 
-
-def leading_chain(draft: Draft) -> Draft:
-    """The first rows of a draft, as long as each is the child of the one before: rejection takes chains only."""
-    if draft.is_chain:
-        return draft
-    length = next(row for row, parent in enumerate(draft.parents) if parent != row)
-    return Draft(
-        token_ids=draft.token_ids[:length],
-        parents=draft.parents[:length],
-        draft_probs=None if draft.draft_probs is None else draft.draft_probs[:length],
-    )
+    Sampled nodes stay where their tokens may not be looked at: those that came from `draw_draft` fit anyhow, and
+    others are never accepted.
+    """
+    weighed = draft.draft_probs is not None and request.is_weighed
+    return draft if request.grammar is None or weighed else allowed_part(draft, request.grammar)
 
 
 def _by_drafter(

@@ -6,9 +6,10 @@ string on. What is released after given ids depends on the ids alone, never on h
 bursts, so that a resumed request goes on exactly where it was cut.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from core.records import ChoiceFinish, FinishReason, SamplingParams
 
@@ -22,6 +23,10 @@ class Detokenizer(Protocol):
 
     def flush(self) -> str:
         """What was held back, at the end."""
+        ...
+
+    def fork(self) -> Self:
+        """A second one that stands where this one does."""
         ...
 
 
@@ -68,6 +73,14 @@ class Finisher:
     def tokens_left(self) -> int:
         """Tokens that the answer may still get."""
         return self._token_limit - self.num_tokens
+
+    def fork(self) -> Self:
+        """A second one that stands where this one does. Its text, where that is left open, is not to be asked for."""
+        copied = copy.copy(self)
+        if self._has_stop_strings:
+            copied._scanner = copy.copy(self._scanner)
+            copied._detokenizer = self._detokenizer.fork()
+        return copied
 
     def push(self, token_ids: Sequence[int]) -> Cut:
         """Take a burst in. Not called again once a cut has a finish."""

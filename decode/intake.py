@@ -6,6 +6,7 @@ from core.errors import InvalidArgument
 from core.records import ChoiceFinish
 from core.settings import DecodeSettings
 from core.tokenizer import IncrementalDetokenizer, Tokenizer
+from decode.beam_group import BeamGroup
 from decode.choice import Choice, Listener, Request
 from decode.drafters.protocol import Drafter, DraftRequest
 from decode.drafting import FALLBACK_SHORT
@@ -56,6 +57,8 @@ class RequestFactory:
 
     def _choose(self, job: DecodeJob) -> tuple[Drafter, str]:
         """The drafter asked for, and why it is not used ("": it is)."""
+        if job.sampling.beam_width > 1:
+            return self._drafters["none"], ""
         speculation = job.speculation
         name = speculation.drafter
         if name == AUTO:
@@ -75,7 +78,7 @@ class RequestFactory:
         sampling, speculation = job.sampling, job.speculation
         committed = job.committed_ids(index)
         history = TokenHistory(job.prompt_ids, committed)
-        limit = self._limits.token_limit(len(job.prompt_ids), sampling.max_tokens)
+        limit = self._limits.token_limit(len(job.prompt_ids), sampling.max_tokens, sampling.beam_width)
         finisher = Finisher(sampling, limit, IncrementalDetokenizer(self._tokenizer))
         finish = _finish_so_far(finisher, committed, index)
         width = speculation.draft_width or drafter.needs.default_draft_width
@@ -88,7 +91,7 @@ class RequestFactory:
             choice=index,
             verification=speculation.verification,
             hidden=lambda start, end: self._kv.read_hidden(_table_of(choice), start, end),
-            draft_width=1 if speculation.verification == "rejection" else width,
+            draft_width=1 if speculation.verification == "block" else width,
             table=lambda: _table_of(choice),
             request_class=job.request_class,
             isolation=f"{job.claims.tenant}/{job.claims.cache_salt.hex()}",
@@ -104,6 +107,7 @@ class RequestFactory:
             draft_length_start=_start_length(job, drafter),
             thinking=self._thinking(job, drafter),
             draft_request=draft_request,
+            beams=BeamGroup(sampling, history, finisher) if sampling.beam_width > 1 else None,
             ended=finish is not None or job.is_finished(index),
             finish=finish,
         )

@@ -7,7 +7,15 @@ from core.errors import FailedPrecondition, InvalidArgument, PermissionDenied
 from core.grammar import check_size
 from core.identity import WorkerIdentity
 from core.prefix_hash import prompt_digest
-from core.records import PrefillPeer, SamplingParams, SpeculationParams, ThinkingPace, TicketClaims
+from core.records import (
+    APPROXIMATE_DRAFTERS,
+    APPROXIMATE_MODES,
+    PrefillPeer,
+    SamplingParams,
+    SpeculationParams,
+    ThinkingPace,
+    TicketClaims,
+)
 from core.wire import peer_from_wire, sampling_from_wire, speculation_from_wire, thinking_from_wire
 from outrider.v1 import common_pb2, decode_pb2
 
@@ -56,16 +64,23 @@ class DecodeJob:
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """What this worker can take. `pool_tokens`: token slots of its KV pool."""
+    """What this worker can take. `pool_tokens`: token slots of its KV pool; `step_tokens`: rows of a step."""
 
     vocab_size: int
     max_context: int
     pool_tokens: int
+    block_size: int
     max_running: int
+    step_tokens: int
 
-    def token_limit(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Tokens that an answer may have: max_tokens, cut by the context and by a pool held alone."""
-        return min(max_tokens, self.max_context - prompt_tokens, self.pool_tokens + 1 - prompt_tokens)
+    def token_limit(self, prompt_tokens: int, max_tokens: int, beam_width: int = 1) -> int:
+        """Tokens that an answer may have: max_tokens, cut by the context and by a pool held alone.
+
+        In the worst case hypotheses of a search share full blocks of the prompt only. Below 1 where none has room.
+        """
+        shared = prompt_tokens // self.block_size
+        blocks = shared + (self.pool_tokens // self.block_size - shared) // beam_width
+        return min(max_tokens, self.max_context - prompt_tokens, blocks * self.block_size + 1 - prompt_tokens)
 
 
 def job_from_wire(request: decode_pb2.DecodeRequest, claims: TicketClaims) -> DecodeJob:
@@ -123,6 +138,8 @@ def check_job(job: DecodeJob, limits: JobLimits) -> None:
         f"the prompt has {prompt_tokens} tokens, this worker's KV pool has room for {limits.pool_tokens}",
     )
     _check_sampling(sampling, limits)
+    _check_approximation(job.speculation)
+    _check_beams(job, limits)
     for entry in job.committed:
         _require(0 <= entry.index < sampling.n, "committed.index", f"{entry.index} of {sampling.n} choices")
         _check_ids("committed.token_ids", entry.token_ids, limits.vocab_size)
@@ -134,6 +151,26 @@ def check_job(job: DecodeJob, limits: JobLimits) -> None:
             len(entry.token_ids) <= longest,
             "committed.token_ids",
             f"{prompt_tokens} + {len(entry.token_ids)} tokens, there is room for {prompt_tokens + longest}",
+        )
+
+
+def _check_approximation(speculation: SpeculationParams) -> None:
+    mode, drafter = speculation.verification, speculation.drafter
+    _require(
+        speculation.allow_approximate or mode not in APPROXIMATE_MODES,
+        "speculation.verification",
+        f"{mode} changes the distribution: set allow_approximate",
+    )
+    if drafter in APPROXIMATE_DRAFTERS:
+        _require(
+            speculation.allow_approximate,
+            "speculation.drafter",
+            f"{drafter} changes the distribution: set allow_approximate",
+        )
+        _require(
+            mode == "invariant",
+            "speculation.verification",
+            f"{drafter} accepts by a rule of its own, not {mode}",
         )
 
 
@@ -170,6 +207,33 @@ def _check_sampling(sampling: SamplingParams, limits: JobLimits) -> None:
             bool(sampling.eos_token_ids), "sampling.grammar", "no end-of-sequence token could end the answer"
         )
         _check_ids("eos_token_ids", sampling.eos_token_ids, limits.vocab_size)
+
+
+def _check_beams(job: DecodeJob, limits: JobLimits) -> None:
+    """A search honours all that shapes the distribution, and nothing that draws from it or drafts."""
+    sampling, speculation = job.sampling, job.speculation
+    widest = min(limits.max_running, limits.step_tokens)
+    _require(1 <= sampling.beam_width <= widest, "sampling.beam_width", f"must be 1 to {widest}")
+    if sampling.beam_width == 1:
+        return
+    for name, off in (("temperature", 0.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("n", 1)):
+        _require(getattr(sampling, name) == off, f"sampling.{name}", "does not go with beam search")
+    _require(abs(sampling.length_penalty) <= 10.0, "sampling.length_penalty", "is out of range")
+    _require(speculation.drafter in ("auto", "none"), "speculation.drafter", "does not go with beam search")
+    _require(not job.draft_length_fixed, "speculation.draft_length", "does not go with beam search")
+    _require(speculation.draft_width is None, "speculation.draft_width", "does not go with beam search")
+    _require(
+        speculation.verification == "invariant", "speculation.verification", "does not go with beam search"
+    )
+    _require(sampling.grammar is None, "sampling.grammar", "does not go with beam search")
+    _require(not job.committed, "committed", "an answer by beam search cannot be gone on with")
+    room = limits.token_limit(len(job.prompt_ids), sampling.max_tokens, sampling.beam_width)
+    _require(
+        room >= 1,
+        "sampling.beam_width",
+        f"{sampling.beam_width} beams behind {len(job.prompt_ids)} tokens need more than the KV pool's "
+        f"{limits.pool_tokens}",
+    )
 
 
 def _check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

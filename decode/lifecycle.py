@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.errors import Internal, InvalidArgument, ServiceError
 from core.metrics import Metrics
+from decode.beam_group import BeamGroup
 from decode.choice import Burst, Choice, Ended, Event, Prefilling, Request
 from decode.draft import Verdict, VerifyItem
 from decode.drafting import Drafting
@@ -54,18 +55,18 @@ class Lifecycle:
         requests: list[Request] = []
         for entry in self._room.admit(self.roster.occupied):
             if isinstance(entry, Request):
-                self.roster.occupied += entry.open_choices
+                self.roster.occupied += entry.open_places
                 entry.placed = True
                 requests.append(entry)
             else:
-                self.roster.occupied += 1
+                self.roster.occupied += entry.places
                 entry.parked = False
                 self._resume(entry)
         return requests
 
     def requeued(self, request: Request) -> None:
         """A request went back to the queue: its places are free again."""
-        self.roster.occupied -= request.open_choices
+        self.roster.occupied -= request.open_places
         request.placed = False
 
     def begin(self, request: Request, logits: Tensor) -> None:
@@ -81,6 +82,10 @@ class Lifecycle:
             choice.table = self._kv.fork(table)
         choices[0].table = table
         request.prompt_table = None
+        if choices[0].beams is not None:
+            self._run(choices[0], again=False)
+            self.search(choices[0], choices[0].beams, logits.reshape(1, -1))
+            return
         fresh = [choice for choice in choices if choice.emitted_tokens == 0]
         items = [verify_item(choice, 0) for choice in fresh]
         for choice, verdict in zip(fresh, verify(items, logits.reshape(1, -1)), strict=True):
@@ -89,6 +94,24 @@ class Lifecycle:
         for choice in choices:
             if not choice.ended:
                 self._join(choice, again=choice not in fresh)
+
+    def search(self, choice: Choice, beams: BeamGroup, logits: Tensor, *, stepped: bool = False) -> None:
+        """Take a search one token further; emit its answer when it is over.
+
+        logits: Tensor  # [hypotheses, vocabulary]. `stepped`: they are a step's, whose K and V have been committed;
+        else the prompt's row.
+        """
+        error = beams.advance(self._kv, logits)
+        if error is not None:
+            self.fail(choice.request, _drawing_error(error))
+            return
+        best = None if beams.best is None else beams.best.hypothesis
+        if stepped:
+            num_emitted = 0 if best is None else len(best.token_ids) - 1
+            choice.request.tally.add_step((), 0, num_emitted, best is not None)
+        if best is not None:
+            self.take(choice, Verdict((), best.token_ids, best.logprobs), None)
+            assert choice.ended, "a hypothesis ends where the answer does"
 
     def take(self, choice: Choice, verdict: Verdict, depths: Sequence[int] | None) -> None:
         """Append a burst to the answer, commit its K and V, count it, emit it, and end the choice where it ends.
@@ -157,11 +180,15 @@ class Lifecycle:
         self._forget(request)
 
     def preempt(self, choice: Choice) -> None:
-        """Take a choice's blocks; what it has goes to the prefix cache, and it waits at the head of the queue."""
-        self._room.publish(choice)
+        """Take a choice's blocks; what it has goes to the prefix cache, and it waits at the head of the queue.
+
+        The hypotheses of a search are given up: it begins again from the prompt.
+        """
+        if choice.table is not None:
+            self._room.publish(choice)
         self._leave(choice)
         choice.parked = True
-        self.roster.occupied -= 1
+        self.roster.occupied -= choice.places
         self._metrics.preempted()
         self._room.enqueue(choice, front=True)
 
@@ -199,6 +226,10 @@ class Lifecycle:
     def _run(self, choice: Choice, again: bool) -> None:
         self.roster.joined += 1
         choice.joined = self.roster.joined
+        if choice.beams is not None:
+            assert choice.table is not None
+            choice.beams.start(choice.table)
+            choice.table = None
         self.roster.running[choice.key] = choice
         self._drafting.start(choice, again)
 
@@ -210,6 +241,8 @@ class Lifecycle:
         if choice.table is not None:
             self._kv.close(choice.table)
             choice.table = None
+        if choice.beams is not None:
+            choice.beams.close(self._kv)
 
     def _let_go(self, choice: Choice) -> None:
         self._leave(choice)
@@ -217,7 +250,7 @@ class Lifecycle:
         choice.ended = True
         choice.request.open_choices -= 1
         if choice.request.placed and not choice.parked:
-            self.roster.occupied -= 1
+            self.roster.occupied -= choice.places
 
     def _forget(self, request: Request) -> None:
         if request.prompt_table is not None:

@@ -24,6 +24,8 @@ class Pace:
                 default_length=needs.default_draft_length,
                 start_length=choice.draft_length_start,
                 fixed=choice.draft_length_fixed,
+                width=choice.draft_request.draft_width,
+                auxiliary_rows=needs.auxiliary_rows,
             )
         )
 
@@ -34,25 +36,22 @@ class Pace:
     def lengths(
         self, choices: Sequence[Choice], rooms: Sequence[tuple[int, int]], other_rows: int
     ) -> list[tuple[int, int]]:
-        """(depth, nodes) for each choice; `rooms` are the largest possible ones."""
+        """(depth, rows) for each choice; `rooms` are the largest possible ones."""
         for choice in choices:
             self._follow_thinking(choice)
-        depths = [0] * len(choices)
+        lengths = [(0, 0)] * len(choices)
         moved: list[int] = []
-        for index, (choice, (room, _)) in enumerate(zip(choices, rooms, strict=True)):
+        for index, (choice, room) in enumerate(zip(choices, rooms, strict=True)):
             if choice.draft_length_fixed is not None:
-                depths[index] = min(room, choice.draft_length_fixed)
+                lengths[index] = _within(choice, choice.draft_length_fixed, room)
             elif choice.drafting:
                 moved.append(index)
         if moved:
-            fixed_rows = sum(depths) + len(choices) - len(moved) + other_rows
+            fixed_rows = sum(rows for _, rows in lengths) + len(choices) - len(moved) + other_rows
             entries = [PlanEntry(choices[index].key, rooms[index][0]) for index in moved]
             for index, depth in zip(moved, self._controller.plan(entries, fixed_rows), strict=True):
-                depths[index] = depth
-        return [
-            (depth, min(nodes, depth * choice.draft_request.draft_width))
-            for choice, depth, (_, nodes) in zip(choices, depths, rooms, strict=True)
-        ]
+                lengths[index] = _within(choices[index], depth, rooms[index])
+        return lengths
 
     def _follow_thinking(self, choice: Choice) -> None:
         """Another K to go on from where the answer begins or ends to think aloud; a fixed K stays."""
@@ -62,14 +61,25 @@ class Pace:
         if length is not None:
             self._controller.restart(choice.key, length)
 
-    def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int) -> None:
-        """Acceptance of one choice's draft in one step."""
+    def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int, num_auxiliary: int = 0) -> None:
+        """Acceptance of one choice's draft in one step.
+
+        Auxiliary rows without a node were paid for and brought nothing. The report counts no offer then; the
+        controller, which pays those rows for every K > 0, takes it for an offer of one node that was refused.
+        """
         if depths:
             self._controller.observe(choice.key, max(depths), num_accepted)
+        elif num_auxiliary:
+            self._controller.observe(choice.key, 1, 0)
 
     def record_step(self, rows: int, seconds: float) -> None:
         """What a target forward of `rows` rows cost."""
         self._controller.record_step(rows, seconds)
+
+    def step_seconds(self, rows: int) -> float:
+        """What a target forward of `rows` rows costs by what was measured; 0.0 before anything was."""
+        table = self._controller.step_time
+        return table.seconds[min(rows, table.max_count)]
 
     def record_draft(self, drafter: str, depth: int, seconds: float) -> None:
         """What one proposal cost whose longest draft was `depth`."""
@@ -78,3 +88,9 @@ class Pace:
     def check(self) -> None:
         """Called when idle: no choice may be left."""
         self._controller.check()
+
+
+def _within(choice: Choice, depth: int, room: tuple[int, int]) -> tuple[int, int]:
+    """(depth, rows) of a draft of `depth`, cut by what the choice has room for."""
+    depth = min(depth, room[0])
+    return depth, min(room[1], choice.drafter.needs.rows(depth, choice.draft_request.draft_width))

@@ -114,7 +114,7 @@ class Room:
 
     def victim(self, holders: Iterable[Choice]) -> Choice | None:
         """The choice that gives its blocks back when one cannot get its next."""
-        by_key = {choice.key: choice for choice in holders if choice.table is not None}
+        by_key = {choice.key: choice for choice in holders if choice.holds_blocks}
         views = [VictimView(key, choice.emitted_tokens, choice.joined) for key, choice in by_key.items()]
         key = choose_victim(views)
         return None if key is None else by_key[key]
@@ -144,12 +144,15 @@ class Room:
         layout = self._kv.layout
         capacity = self._kv.stats().total
         if isinstance(entry, Choice):
-            blocks = min(layout.blocks_for(len(entry.history.token_ids) + 1), capacity)
-            return WaitingView(index, blocks, 1, item.overtaken)
+            blocks = layout.blocks_for(len(entry.history.token_ids) + 1)
+            if entry.beams is not None:
+                blocks = entry.beams.num_blocks(layout)
+            return WaitingView(index, min(blocks, capacity), entry.places, item.overtaken)
         longest = max(len(choice.history.token_ids) for choice in entry.choices)
         held = self._kv.match(entry.hashes[: (entry.prompt_tokens - 1) // layout.block_size])
-        blocks = min(layout.blocks_for(longest + 1) + entry.open_choices - 1, capacity)
-        return WaitingView(index, max(1, blocks - held), entry.open_choices, item.overtaken)
+        places = entry.open_places
+        blocks = min(layout.blocks_for(longest + 1) + places - 1, capacity)
+        return WaitingView(index, max(1, blocks - held), places, item.overtaken)
 
     def _open(self, entry: Request | Choice) -> None:
         layout = self._kv.layout

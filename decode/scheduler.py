@@ -1,8 +1,8 @@
 """What the next step holds, and who may join: pure functions of snapshots.
 
-`plan_step` shares out a step's rows. Every choice that steps costs 1 row for its root and 1 for each node or
-auxiliary node; own prefill and drafters' prefill cost a row a token. `admit` says which waiting
-requests may join, `choose_victim` who gives its blocks back.
+`plan_step` shares out a step's rows. Every choice that steps costs 1 row for its root (a beam search one for each
+hypothesis) and 1 for each node or auxiliary node; own prefill and drafters' prefill cost a row a token. `admit` says
+which waiting requests may join, `choose_victim` who gives its blocks back.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ MAX_OVERTAKEN = 16
 
 @dataclass(frozen=True, slots=True)
 class ChoiceView:
-    """A running choice. `draft_length` 0: it steps with its root alone. `max_nodes` bounds its draft."""
+    """A running choice. `draft_length` 0: it steps with its root alone. `max_nodes` bounds its draft's rows."""
 
     key: int
     draft_length: int
     max_nodes: int
-    width: int = 1
+    num_roots: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class PrefillView:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChoice:
-    """A choice that steps, and what it may draft."""
+    """A choice that steps, and what it may draft: `max_nodes` rows at most, auxiliary ones included."""
 
     key: int
     draft_length: int
@@ -59,8 +59,8 @@ def plan_step(
     `choices` and `prefills` come in order of turn; where roots alone exceed the budget the first ones step.
     """
     reserved = step_tokens // _PREFILL_SHARE if prefills or drafter_pending else 0
-    stepping = choices[: max(1, step_tokens - reserved)]
-    rows_left = step_tokens - reserved - len(stepping)
+    stepping = _roots_within(choices, step_tokens - reserved)
+    rows_left = step_tokens - reserved - sum(choice.num_roots for choice in stepping)
     planned = _share_nodes(stepping, rows_left)
     rows_left += reserved - sum(choice.max_nodes for choice in planned)
     drafter_rows = rows_left // 2 if drafter_pending and prefills else rows_left if drafter_pending else 0
@@ -74,9 +74,18 @@ def plan_step(
     return StepPlan(planned, tuple(granted), drafter_rows)
 
 
+def _roots_within(choices: Sequence[ChoiceView], rows: int) -> Sequence[ChoiceView]:
+    """The first choices, as many as have room for their roots; one in any case."""
+    for index, choice in enumerate(choices):
+        rows -= choice.num_roots
+        if rows < 0 and index > 0:
+            return choices[:index]
+    return choices
+
+
 def _share_nodes(choices: Sequence[ChoiceView], rows: int) -> tuple[PlannedChoice, ...]:
-    """Nodes for each choice: all that it asks for if the budget allows, else an equal share."""
-    wanted = [min(choice.max_nodes, choice.draft_length * max(1, choice.width)) for choice in choices]
+    """Rows of each choice's draft: all that it asks for if the budget allows, else an equal share."""
+    wanted = [choice.max_nodes if choice.draft_length > 0 else 0 for choice in choices]
     if sum(wanted) > rows:
         wanted = _level(wanted, rows)
     return tuple(

@@ -198,6 +198,8 @@ def _describe(span: Span, live: LiveRequest) -> None:
         names.HANDOFF_TRANSPORT: live.handoff.transport,
         names.HANDOFF_SIZE: live.handoff.num_bytes,
         names.HANDOFF_BLOCKS: live.handoff.blocks,
+        names.VERIFICATION: live.job.speculation.verification,
+        names.APPROXIMATE: bool(live.job.speculation.approximation),
     }
     span.set_attributes(attributes)
     span.set_attribute(names.GEN_AI_FINISH_REASONS, [finish.reason.value for finish in live.finishes()])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from core.clock import Clock
 from core.metrics import Metrics
+from decode.beam_group import BeamGroup
 from decode.choice import Choice, Prefilling
 from decode.draft import NO_DRAFT, Draft, Verdict, VerifyItem
 from decode.drafters.protocol import Observation
@@ -29,7 +30,7 @@ class _Stepping:
     @property
     def num_rows(self) -> int:
         """Root, nodes and auxiliary rows."""
-        return 1 + len(self.draft.token_ids) + len(self.draft.auxiliary_token_ids)
+        return 1 + self.draft.num_rows
 
 
 class Stepper:
@@ -66,22 +67,26 @@ class Stepper:
         by_key = self._roster.running
         planned = [(by_key[item.key], item) for item in plan.choices]
         drafts = self._drafting.propose(planned)
-        stepping = self._make_room(planned, drafts)
+        with_room = self._make_room(planned, drafts)
+        stepping = [item for item in with_room if item.choice.beams is None]
+        searches = [(item.choice, item.choice.beams) for item in with_room if item.choice.beams is not None]
         prefills = [
             (self._roster.prefilling[view.key], view.rows)
             for view in plan.prefills
             if view.key in self._roster.prefilling
         ]
-        if not stepping and not prefills:
+        if not with_room and not prefills:
             return True
         sequences = [_sequence_of(item) for item in stepping]
         sequences += [_prefill_sequence(item, rows) for item, rows in prefills]
+        sequences += [sequence for _, beams in searches for sequence in beams.sequences()]
         started_s = self._clock.now_s()
         result = self._target.step(sequences)
         items = [
             _verify_item(item, start) for item, start in zip(stepping, result.logits_start, strict=False)
         ]
         verdicts = verify(items, result.logits) if items else []
+        self._search(searches, result)
         self._account(sequences, self._clock.now_s() - started_s)
         self._settle(stepping, items, verdicts, result)
         first_prefill = len(stepping)
@@ -95,9 +100,10 @@ class Stepper:
             choices.sort(key=lambda choice: choice.last_step)
         prefills = [PrefillView(key, item.rows_left) for key, item in roster.prefilling.items()]
         waiting_rows = min(sum(view.rows for view in prefills), self._step_tokens)
-        lengths = self._drafting.lengths(choices, waiting_rows)
+        more_roots = sum(choice.num_roots - 1 for choice in choices)
+        lengths = self._drafting.lengths(choices, waiting_rows + more_roots)
         views = [
-            ChoiceView(choice.key, length, nodes, choice.draft_request.draft_width)
+            ChoiceView(choice.key, length, nodes, choice.num_roots)
             for choice, (length, nodes) in zip(choices, lengths, strict=True)
         ]
         plan = plan_step(views, prefills, self._step_tokens, self._drafting.pending)
@@ -120,27 +126,51 @@ class Stepper:
 
     def _reserve(self, choice: Choice, draft: Draft) -> Draft | None:
         """The draft that has room; None where the choice itself had to give way."""
+        if choice.beams is not None:
+            return self._reserve_beams(choice, choice.beams)
         table = choice.table
         assert table is not None
         start = table.num_tokens
-        num_nodes = len(draft.token_ids) + len(draft.auxiliary_token_ids)
         while True:
             try:
-                self._kv.reserve(table, start + 1 + num_nodes)
+                self._kv.reserve(table, start + 1 + draft.num_rows)
             except OutOfBlocks as shortage:
-                if num_nodes:
+                if draft.num_rows:
                     capacity = (len(table.block_ids) + shortage.free) * self._kv.layout.block_size
-                    num_nodes = max(0, min(num_nodes - 1, capacity - start - 1))
-                    draft = cut_draft(draft, len(draft.token_ids), num_nodes)
-                    num_nodes = len(draft.token_ids)
+                    room = max(0, min(draft.num_rows - 1, capacity - start - 1))
+                    draft = cut_draft(draft, len(draft.token_ids), room)
                     continue
-                victim = self._lifecycle.victim()
-                assert victim is not None, "the choice that lacks a block holds blocks itself"
-                self._lifecycle.preempt(victim)
-                if victim is choice:
+                if self._preempt_for(choice) is choice:
                     return None
             else:
                 return draft
+
+    def _reserve_beams(self, choice: Choice, beams: BeamGroup) -> Draft | None:
+        while True:
+            try:
+                beams.reserve(self._kv)
+            except OutOfBlocks:
+                if self._preempt_for(choice) is choice:
+                    return None
+            else:
+                return NO_DRAFT
+
+    def _preempt_for(self, choice: Choice) -> Choice:
+        """Whose blocks were taken, for want of one for `choice`."""
+        victim = self._lifecycle.victim()
+        assert victim is not None, f"choice {choice.key} lacks a block and holds blocks itself"
+        self._lifecycle.preempt(victim)
+        return victim
+
+    def _search(self, searches: Sequence[tuple[Choice, BeamGroup]], result: StepResult) -> None:
+        """Each search's rows are the last of the step, in order."""
+        end = result.logits.shape[0]
+        start = end - sum(beams.num_rows for _, beams in searches)
+        for choice, beams in searches:
+            num_rows = beams.num_rows
+            beams.commit(self._kv)
+            self._lifecycle.search(choice, beams, result.logits[start : start + num_rows], stepped=True)
+            start += num_rows
 
     def _account(self, sequences: Sequence[SequenceStep], duration_s: float) -> None:
         """Metrics, and the controller's table of step times."""
@@ -166,7 +196,8 @@ class Stepper:
             depths = item.draft.depths()
             self._kv.compact(table, start, (0, *verdict.accepted_rows))
             self._lifecycle.take(choice, verdict, depths)
-            self._drafting.learn(choice, depths, len(verdict.accepted_rows))
+            num_auxiliary = len(item.draft.auxiliary_token_ids)
+            self._drafting.learn(choice, depths, len(verdict.accepted_rows), num_auxiliary)
             if choice.drafting:
                 auxiliary = _auxiliary_logits(item, result.logits, verify_input.logits_start)
                 observations.append((choice, self._observation(item, verdict, start, auxiliary)))
@@ -207,7 +238,7 @@ def _sequence_of(item: _Stepping) -> SequenceStep:
     table = choice.table
     assert table is not None
     root = choice.history.token_ids[-1]
-    if not draft.token_ids and not draft.auxiliary_token_ids:
+    if not draft.num_rows:
         return SequenceStep(table, table.num_tokens, (root,))
     chain = draft.is_chain and not draft.auxiliary_token_ids
     return SequenceStep(
@@ -242,6 +273,7 @@ def _verify_item(item: _Stepping, logits_start: int) -> VerifyItem:
         logits_start=logits_start,
         draft=item.draft,
         verification=draft_request.verification,
+        rollback_threshold=choice.drafter.needs.rollback_threshold,
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from core.clock import Clock, SystemClock
 from core.errors import FailedPrecondition, Internal, Overloaded, ServiceError, Unavailable
@@ -25,6 +26,7 @@ from decode.live import LiveRequest
 from decode.loop import DecodeLoop
 from decode.outbox import Delta
 from decode.pace import Pace
+from decode.self_check import take_off_unfit
 from decode.target import Target
 from decode.warm_up import warm_up
 from engine.engine import Engine
@@ -32,6 +34,7 @@ from engine.engine_thread import EngineThread
 from engine.peer_info import describe_peer
 from outrider.v1 import decode_pb2
 
+Result = TypeVar("Result")
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -62,18 +65,31 @@ class DecodeWorker:
         self.clock = clock or SystemClock()
         self.draining = False
         self.ready = False
-        self.drafters = build_drafters(settings.drafters, engine, tokenizer)
+        self._pace = Pace(settings.step_tokens)
+        self.drafters = build_drafters(
+            settings.drafters, engine, tokenizer, clock=self.clock, step_seconds=self._pace.step_seconds
+        )
+        self.unfit: dict[str, str] = {}
+        self._tokenizer = tokenizer
         self._settings = settings
         self._ticket_keys = ticket_keys
         self._numerics = engine.numerics.digest()
         self.peer = describe_peer(identity, engine.kv.layout, engine.numerics)
-        self._pace = Pace(settings.step_tokens)
-        drafting = Drafting(self.drafters, self._pace, self.metrics, self.clock, settings.max_tree_nodes)
+        drafting = Drafting(
+            self.drafters,
+            self._pace,
+            self.metrics,
+            self.clock,
+            settings.max_tree_nodes,
+            settings.drafter_stall_s,
+        )
         self.limits = JobLimits(
             vocab_size=min(tokenizer.vocab_size, engine.config.vocab_size),
             max_context=engine.max_context,
             pool_tokens=engine.kv.stats().total * engine.kv.layout.block_size,
+            block_size=engine.kv.layout.block_size,
             max_running=settings.max_running,
+            step_tokens=settings.step_tokens,
         )
         self._loop = DecodeLoop(
             Target(engine, self.limits.vocab_size),
@@ -109,6 +125,9 @@ class DecodeWorker:
         self._thread.start()
         await self._thread.call(
             lambda: warm_up(self.engine, self._pace, self.clock, self._settings.step_tokens)
+        )
+        self.unfit = await self._thread.call(
+            lambda: take_off_unfit(self.engine, self.drafters, self._tokenizer)
         )
         self.metrics.observe_load(self.gauges)
         self.ready = True
@@ -175,6 +194,10 @@ class DecodeWorker:
             "failed_steps": float(self._loop.num_failed_steps),
             "failed_checks": float(self._loop.num_failed_checks),
         }
+
+    async def on_engine_thread(self, action: Callable[[], Result]) -> Result:
+        """Run `action` between two turns; its result, or its exception."""
+        return await self._thread.call(action)
 
     async def drop_cached(self) -> None:
         """Forget the prefix cache (tests, benchmarks)."""

@@ -15,6 +15,7 @@ from engine.backends import make_backends
 from engine.core_turns import CoreTurns, NoTurns, Turns, turn_of
 from engine.huge_pages import advise_huge_pages
 from engine.kv_cache import KvCache, KvLayout
+from engine.linear import CANDIDATE_PLANS, RowPlan
 from engine.llama import Llama, LlamaWeights, load_weights
 from engine.model_config import ModelConfig
 from engine.native import cpu_flags
@@ -39,7 +40,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.settings = settings
-        self.max_context = _max_context(config, settings)
+        self.max_context = context_limit(config, settings)
         dtype = _DTYPES[settings.dtype]
         layout = KvLayout(
             config.num_layers,
@@ -60,7 +61,7 @@ class Engine:
         self._model: Path | None = None
         self._thread_id = 0
         self.turns: Turns = NoTurns() if settings.core_turns is None else CoreTurns(settings.core_turns)
-        self.numerics = _numerics_class(
+        self.numerics = numerics_class(
             settings, revision, str(weights.row_plan), self._attention.name, device, quantisation
         )
 
@@ -71,20 +72,23 @@ class Engine:
         settings: EngineSettings,
         device: torch.device | None = None,
         quantisation: Quantisation = "none",
+        row_plans: Sequence[RowPlan] = CANDIDATE_PLANS,
     ) -> "Engine":
         """Read `model` (a directory, or a .gguf file) and allocate the KV pool. `quantisation`: of the products.
+
+        `row_plans`: see `engine/linear.py`; the one found is of the numerics class.
 
         Raises InvalidArgument naming file and tensor, or the setting that does not fit the model.
         """
         device = device or torch.device("cpu")
         torch.set_num_threads(settings.num_threads)
         files = open_model(model)
-        _max_context(files.config, settings)
+        context_limit(files.config, settings)
         for layer in settings.hidden_layers:
             if not 0 <= layer < files.config.num_layers:
                 raise InvalidArgument("engine.hidden_layers", f"layer {layer} of {files.config.num_layers}")
         with torch.inference_mode():
-            weights = load_weights(files, _DTYPES[settings.dtype], device, quantisation)
+            weights = load_weights(files, _DTYPES[settings.dtype], device, quantisation, row_plans)
             engine = cls(files.config, settings, weights, files.revision(), device, quantisation)
         engine._model = model
         return engine
@@ -199,7 +203,8 @@ def _keep_nothing(layer: int, output: Tensor) -> None:
     del layer, output
 
 
-def _max_context(config: ModelConfig, settings: EngineSettings) -> int:
+def context_limit(config: ModelConfig, settings: EngineSettings) -> int:
+    """Positions that may be used. Raises InvalidArgument for more than the model's."""
     if settings.max_context is None:
         return config.max_context
     if settings.max_context > config.max_context:
@@ -209,14 +214,16 @@ def _max_context(config: ModelConfig, settings: EngineSettings) -> int:
     return settings.max_context
 
 
-def _numerics_class(
+def numerics_class(
     settings: EngineSettings,
     revision: str,
     row_plan: str,
     attention: str,
     device: torch.device,
-    quantisation: Quantisation,
+    quantisation: Quantisation = "none",
+    pipeline_split: str = "none",
 ) -> NumericsClass:
+    """The class of logits computed so. `pipeline_split`: layers of each stage, such as `15+15`."""
     if device.type == "cuda":
         instructions = torch.cuda.get_device_name(device)
     else:
@@ -231,4 +238,5 @@ def _numerics_class(
         kernels=f"{attention},torch-{torch.__version__}",
         row_padding=row_plan,
         quantisation=quantisation,
+        pipeline_split=pipeline_split,
     )

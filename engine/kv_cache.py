@@ -5,7 +5,7 @@ engine's. Committed slots never change while a table holds them, so `read_plane`
 another thread beside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ class KvCache:
         self.hidden = None if self._hidden is None else self._hidden.planes
         self._pool = BlockPool(num_blocks)
         self._tables: dict[int, BlockTable] = {}
+        self.on_copy: Callable[[Slots, Slots], None] | None = None
+        """Told of every copy of slots, from and to, when it is made: for planes that lie elsewhere."""
         self._offsets = np.arange(layout.block_size, dtype=np.int32)
 
     def memory_bytes(self) -> int:
@@ -240,6 +242,12 @@ class KvCache:
         self._copy_slots(source * block_size + offsets, target * block_size + offsets)
 
     def _copy_slots(self, source: Slots, target: Slots) -> None:
+        self.copy_slots(source, target)
+        if self.on_copy is not None:
+            self.on_copy(source, target)
+
+    def copy_slots(self, source: Slots, target: Slots) -> None:
+        """Copy every plane of slots to slots; no table is looked at."""
         for store in (self._keys, self._values, self._hidden):
             if store is not None:
                 store.copy(source, target)

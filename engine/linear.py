@@ -45,6 +45,10 @@ CANDIDATE_PLANS = (
 )
 """From cheap to dear. The last one is exact by construction: every row is a call of its own."""
 
+WIDE_PLANS = (RowPlan(128, 128),)
+"""For work on very many rows at once, which does not mind padding a few: training's rollouts and features. As all
+calls have one shape nothing is probed, which would take longer than for the others."""
+
 
 def pack(weight: Tensor, quantisation: Quantisation = "none") -> PackedProduct:
     """The product x → x·weightᵀ for weight [outputs, inputs]; the caller drops its reference afterwards.
@@ -109,9 +113,12 @@ class Linear:
 
 
 def find_row_plan(
-    products: Sequence[tuple[PackedProduct, int]], dtype: torch.dtype, device: torch.device
+    products: Sequence[tuple[PackedProduct, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    candidates: Sequence[RowPlan] = CANDIDATE_PLANS,
 ) -> RowPlan:
-    """The cheapest plan under which each row's bits are the same in every probed company.
+    """The first of `candidates` under which each row's bits are the same in every probed company.
 
     `products`: each with its number of inputs. Probes `PROBE_ROWS` rows a call and several offsets of
     a row inside it, on the weights that will be used.
@@ -121,10 +128,10 @@ def find_row_plan(
     for product, inputs in products:
         rows = torch.randn((max(PROBE_ROWS), inputs), generator=generator).to(dtype).to(device)
         samples.append((product, rows))
-    for plan in CANDIDATE_PLANS[:-1]:
+    for plan in candidates[:-1]:
         if all(_holds(Linear(product, plan), rows) for product, rows in samples):
             return plan
-    return CANDIDATE_PLANS[-1]
+    return candidates[-1]
 
 
 def _holds(linear: Linear, rows: Tensor) -> bool:

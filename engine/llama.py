@@ -8,7 +8,7 @@ from torch import Tensor
 
 from core.settings import Quantisation
 from engine.attention import Attention
-from engine.linear import Linear, PackedProduct, RowPlan, find_row_plan, pack
+from engine.linear import CANDIDATE_PLANS, Linear, PackedProduct, RowPlan, find_row_plan, pack
 from engine.model_config import ModelConfig
 from engine.pointwise import Pointwise
 from engine.weights import ModelFiles, layer_shapes
@@ -48,11 +48,17 @@ class _LayerProducts:
 
 
 def load_weights(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, quantisation: Quantisation = "none"
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantisation: Quantisation = "none",
+    row_plans: Sequence[RowPlan] = CANDIDATE_PLANS,
+    layers: range | None = None,
 ) -> LlamaWeights:
-    """Read, cast and pack every tensor, each freed once packed; find the row plan on layer 0 and the head.
+    """Read, cast and pack every tensor, each freed once packed; find the row plan on the first layer and the head.
 
-    `quantisation` is that of all products; embedding and norms stay in `dtype`.
+    `quantisation` is that of all products; embedding and norms stay in `dtype`. `layers`: those that a pipeline stage
+    runs, None for all; the others are not read.
     """
     config = files.config
     read = _Reader(files, dtype, device)
@@ -62,9 +68,11 @@ def load_weights(
     else:
         head = pack(read("lm_head.weight", (config.vocab_size, config.hidden_dim)), quantisation)
     final_norm = read("model.norm.weight", (config.hidden_dim,))
-    layers = [_read_layer(read, config, layer, quantisation) for layer in range(config.num_layers)]
-    files.finish()
-    first = layers[0]
+    wanted = range(config.num_layers) if layers is None else layers
+    found = [_read_layer(read, config, layer, quantisation) for layer in wanted]
+    if layers is None:
+        files.finish()
+    first = found[0]
     probed = [
         (first.qkv, config.hidden_dim),
         (first.output, config.query_dim),
@@ -72,9 +80,9 @@ def load_weights(
         (first.down, config.intermediate_dim),
         (head, config.hidden_dim),
     ]
-    plan = find_row_plan(probed, dtype, device)
+    plan = find_row_plan(probed, dtype, device, row_plans)
     return LlamaWeights(
-        embedding, tuple(_planned(layer, plan) for layer in layers), final_norm, Linear(head, plan), plan
+        embedding, tuple(_planned(layer, plan) for layer in found), final_norm, Linear(head, plan), plan
     )
 
 
@@ -133,8 +141,40 @@ class Llama:
         The attention's `begin` has been called. For each layer in `capture` below num_layers,
         `keep(layer, hidden [rows, hidden_dim])` is called with that layer's output; it may not keep the tensor.
         """
+        residual, delta = self._run(self.embed(token_ids), num_layers, capture, keep)
+        normed = self._pointwise.add_norm(residual, delta, self._weights.final_norm)
+        if num_layers - 1 in capture:
+            keep(num_layers - 1, residual)
+        return normed
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[rows] → [rows, hidden_dim]"""
+        return self._weights.embedding.index_select(0, token_ids)
+
+    def through(
+        self, residual: Tensor, capture: Sequence[int], keep: Callable[[int, Tensor], None]
+    ) -> Tensor:
+        """The output of all layers held here: residual [rows, hidden_dim], overwritten. For a pipeline stage.
+
+        Its bits are those that `forward` goes on with, as both add the last product before they norm. `capture`
+        counts layers from the first one held.
+        """
+        num_layers = len(self._weights.layers)
+        residual, delta = self._run(residual, num_layers, capture, keep)
+        residual.add_(delta)
+        if num_layers - 1 in capture:
+            keep(num_layers - 1, residual)
+        return residual
+
+    def normed(self, residual: Tensor) -> Tensor:
+        """The final norm of [rows, hidden_dim]."""
+        return self._pointwise.add_norm(residual, None, self._weights.final_norm)
+
+    def _run(
+        self, residual: Tensor, num_layers: int, capture: Sequence[int], keep: Callable[[int, Tensor], None]
+    ) -> tuple[Tensor, Tensor]:
+        """The first `num_layers` layers held: the residual, and the last product, not yet added to it."""
         weights, pointwise = self._weights, self._pointwise
-        residual = weights.embedding.index_select(0, token_ids)
         delta: Tensor | None = None
         for index in range(num_layers):
             layer = weights.layers[index]
@@ -144,10 +184,8 @@ class Llama:
             delta = layer.output(self._attention.attend(index, layer.qkv(normed)))
             normed = pointwise.add_norm(residual, delta, layer.post_norm)
             delta = layer.down(pointwise.silu_multiply(layer.gate_up(normed)))
-        normed = pointwise.add_norm(residual, delta, weights.final_norm)
-        if num_layers - 1 in capture:
-            keep(num_layers - 1, residual)
-        return normed
+        assert delta is not None, "no layers"
+        return residual, delta
 
     def logits(self, normed: Tensor) -> Tensor:
         """[rows, hidden_dim] → [rows, vocab] float32."""

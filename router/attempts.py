@@ -196,6 +196,7 @@ class Attempts:
             model=self._services.model.name,
             route_reason=self._outcome.route_reason,
             verification=verification_to_wire(plan.speculation.verification),
+            approximate=bool(plan.speculation.approximation),
             prompt_tokens=len(prepared.token_ids),
             effective_temperature=0.0 if sampling.temperature < GREEDY_TEMPERATURE else sampling.temperature,
             trace_id=trace_id_of(),

@@ -2,7 +2,7 @@
 
 File (TOML), each key optional; a class that is missing keeps the default below:
     [class.code]
-    drafter = "ngram"
+    drafter = ["eagle3", "ngram"]    # or one name; the first that the worker hosts
     draft_length = 8
     thinking_draft_length = 12                  # K of `auto` while the model thinks aloud, between these:
     thinking_markers = ["<think>", "</think>"]
@@ -75,8 +75,8 @@ def _parse_section(name: str, section: object) -> ClassPolicy:
         first = error.errors()[0]
         path = ".".join([f"class.{name}", *(str(part) for part in first["loc"])])
         raise InvalidArgument(f"{_FIELD}:{path}", first["msg"]) from error
-    if policy.drafter in ("", AUTO):
-        raise InvalidArgument(f"{_FIELD}:class.{name}.drafter", "must name one drafter")
+    if not policy.preference or {"", AUTO} & {*policy.preference}:
+        raise InvalidArgument(f"{_FIELD}:class.{name}.drafter", "must name drafters")
     return policy
 
 
@@ -91,6 +91,16 @@ def load_policies(policy_file: str | None) -> Mapping[RequestClass, ClassPolicy]
     return parse_policies(text)
 
 
+def _first_hosted(policy: ClassPolicy, hosted: frozenset[str]) -> str:
+    """Of the policy's drafters; the first one where none is hosted."""
+    known = [name for name in policy.preference if name == NO_DRAFTER or name in hosted]
+    return known[0] if known else policy.preference[0]
+
+
+NO_DRAFTING = DraftPlan(SpeculationParams(NO_DRAFTER), False, "beam search drafts nothing")
+"""Of a request that is searched for."""
+
+
 def choose_drafting(
     requested: SpeculationParams, policy: ClassPolicy, hosted: frozenset[str], max_draft_length: int
 ) -> DraftPlan:
@@ -100,7 +110,7 @@ def choose_drafting(
     time, for a named drafter only when an attempt had to move (placement otherwise keeps to workers that host it).
     """
     automatic = requested.drafter == AUTO
-    drafter = policy.drafter if automatic else requested.drafter
+    drafter = _first_hosted(policy, hosted) if automatic else requested.drafter
     fixed = requested.draft_length is not None
     length = requested.draft_length if fixed or not automatic else policy.draft_length
     reason = "auto: policy" if automatic else "drafter given"

@@ -28,7 +28,7 @@ from router.dispatch import WorkerCalls
 from router.grammar import GrammarGate
 from router.idempotency import LiveCalls, seed_of
 from router.placer import Placer
-from router.policy import DraftPlan, choose_drafting, load_policies
+from router.policy import NO_DRAFTING, DraftPlan, choose_drafting, load_policies
 from router.tokenise import PromptTokenizer, TokenisingPool
 from router.validate import check_request, fit_context
 from router.views import Caller, CheckedRequest, Prepared, ServedModel
@@ -180,6 +180,8 @@ class Router:
         return classify(await self._pool.classified_text(checked.prompt))
 
     def _plan_drafting(self, prepared: Prepared, worker: WorkerRecord) -> DraftPlan:
+        if prepared.sampling.beam_width > 1:
+            return NO_DRAFTING
         policy = self._policies[prepared.request_class]
         return choose_drafting(
             prepared.speculation, policy, frozenset(worker.drafters), worker.max_draft_length

@@ -1,10 +1,19 @@
 """From a GenerateRequest to core records, or InvalidArgument naming the field (DESIGN §8, CASES B51)."""
 
 from core.errors import InvalidArgument
-from core.records import REQUEST_CLASSES, RequestClass, SamplingParams, SpeculationParams
+from core.records import (
+    APPROXIMATE_DRAFTERS,
+    APPROXIMATE_MODES,
+    REQUEST_CLASSES,
+    RequestClass,
+    SamplingParams,
+    SpeculationParams,
+    VerificationMode,
+)
 from core.settings import RouterSettings
 from core.wire import verification_from_wire
 from outrider.v1 import common_pb2, inference_pb2
+from router.validate_beams import check_beam_search
 from router.validate_sampling import check_sampling, check_token_ids
 from router.views import ChatTurn, CheckedRequest, Offer, PromptInput, ServedModel
 
@@ -44,8 +53,10 @@ def check_request(
         model.vocab_size,
         min(settings.max_tokens_limit, model.max_context),
         settings.max_n,
+        settings.max_beam_width,
         settings.max_grammar_bytes,
     )
+    check_beam_search(request)
     return CheckedRequest(
         prompt=_check_prompt(request, model, settings.max_prompt_bytes),
         sampling=sampling,
@@ -172,13 +183,30 @@ def _check_speculation(
             "speculation.verification", f"{message.verification} is not a verification mode"
         )
     verification = verification_from_wire(message.verification)
+    if verification in APPROXIMATE_MODES and not message.allow_approximate:
+        raise InvalidArgument(
+            "speculation.verification", f"{verification} changes the distribution: set allow_approximate"
+        )
+    if drafter in APPROXIMATE_DRAFTERS:
+        _check_approximate_drafter(drafter, verification, message.allow_approximate)
     return SpeculationParams(
         drafter=drafter,
         draft_length=_draft_length(message, drafter, offer, max_length),
-        draft_width=_draft_width(message, verification == "rejection"),
+        draft_width=_draft_width(message, verification == "block"),
         verification=verification,
         allow_approximate=message.allow_approximate,
     )
+
+
+def _check_approximate_drafter(drafter: str, verification: VerificationMode, allowed: bool) -> None:
+    if not allowed:
+        raise InvalidArgument(
+            "speculation.drafter", f"{drafter} changes the distribution: set allow_approximate"
+        )
+    if verification != "invariant":
+        raise InvalidArgument(
+            "speculation.verification", f"{drafter} accepts by a rule of its own, not {verification}"
+        )
 
 
 def _draft_length(
@@ -197,11 +225,11 @@ def _draft_length(
     return length
 
 
-def _draft_width(message: common_pb2.SpeculationParams, rejection: bool) -> int | None:
-    """Rejection verification walks chains only, so there the drafter's default width is 1."""
-    highest = 1 if rejection else MAX_DRAFT_WIDTH
+def _draft_width(message: common_pb2.SpeculationParams, chains: bool) -> int | None:
+    """Block verification takes chains only, so there the drafter's default width is 1."""
+    highest = 1 if chains else MAX_DRAFT_WIDTH
     if not message.HasField("draft_width"):
-        return 1 if rejection else None
+        return 1 if chains else None
     if not 1 <= message.draft_width <= highest:
         raise InvalidArgument("speculation.draft_width", f"must be 1 to {highest}, got {message.draft_width}")
     return message.draft_width

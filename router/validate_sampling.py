@@ -8,6 +8,7 @@ from core.grammar import check_size
 from core.records import SEED_LIMIT, Grammar, SamplingParams
 from core.wire import grammar_from_wire
 from outrider.v1 import common_pb2
+from router.validate_beams import check_early_stopping, check_length_penalty
 
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
@@ -31,6 +32,7 @@ def check_sampling(
     vocab_size: int,
     max_tokens_limit: int,
     max_n: int,
+    max_beam_width: int,
     max_grammar_bytes: int,
 ) -> SamplingParams:
     """The record of `message`, defaults filled in. Raises InvalidArgument naming the field.
@@ -46,6 +48,8 @@ def check_sampling(
     _check_range("min_tokens", message.min_tokens, 0, max_tokens)
     n = message.n if message.HasField("n") else 1
     _check_range("n", n, 1, max_n)
+    beam_width = message.beam_width if message.HasField("beam_width") else 1
+    _check_range("beam_width", beam_width, 1, max_beam_width)
     if message.HasField("seed") and message.seed >= SEED_LIMIT:
         raise InvalidArgument(f"{_FIELD}.seed", f"must be below 2^53, got {message.seed}")
     if message.HasField("logprobs"):
@@ -71,6 +75,9 @@ def check_sampling(
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         n=n,
         ignore_eos=message.ignore_eos,
+        beam_width=beam_width,
+        length_penalty=check_length_penalty(message),
+        early_stopping=check_early_stopping(message),
         grammar=_grammar(message, max_grammar_bytes),
     )
 

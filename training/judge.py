@@ -1,27 +1,37 @@
 """How much of a head's drafts the target accepts, measured on rollouts that it was not trained on, greedily.
 
-The head drafts a chain behind every position of an answer, reading the true tokens as its own: as long as all drafted
-so far were accepted, that is what it reads when it serves. Only greedy rollouts are judged: there the target's best
-token is the next one.
+The head drafts behind every place of an answer, reading the true tokens as its own: as long as all drafted so far were
+accepted, that is what it reads when it serves. Only greedy rollouts are judged: there the target's best token is the
+next one.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
-from training.eagle3 import Eagle3Head
+from training.batch import TargetHead, make_batch
 from training.features import Features
-from training.trainer import TargetHead, make_batch
+from training.head import DraftHead
+from training.loss import reduced_precision
+
+RANKS: Final = 8
+"""Best tokens of each depth that are looked at: as wide as a tree of a served draft may be."""
 
 
 @dataclass(slots=True)
 class Judgement:
-    """Chains drafted, and by depth how many had all tokens accepted so far, then the one at that depth as well."""
+    """Chains drafted, and by depth how many had all tokens accepted so far, then the one at that depth as well.
+
+    `ranks[depth][rank]`: places where the target's token was the draft's best but `rank` at that depth, whatever was
+    accepted before: what a tree gains by a node.
+    """
 
     chains: int = 0
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    ranks: list[list[int]] = field(default_factory=list)
 
     @property
     def rates(self) -> list[float]:
@@ -32,51 +42,63 @@ class Judgement:
         ]
 
     @property
+    def rank_rates(self) -> list[list[float]]:
+        """Share of places by depth and rank."""
+        return [[count / self.chains if self.chains else 0.0 for count in row] for row in self.ranks]
+
+    @property
     def acceptance_length(self) -> float:
         """Tokens of a step: those accepted of the chain, and one of the target."""
         return 1 + sum(self.accepted) / self.chains if self.chains else 0.0
 
 
-def judge(
-    head: Eagle3Head, target: TargetHead, found: Iterable[Features], depth: int
-) -> dict[str, Judgement]:
-    """By class, and over all as `all`."""
-    judged: dict[str, Judgement] = {"all": _empty(depth)}
+def judge(head: DraftHead, target: TargetHead, found: Iterable[Features]) -> dict[str, Judgement]:
+    """By class, and over all as `all`. Leaves the head in `eval`."""
+    judged: dict[str, Judgement] = {"all": _empty(head.depth)}
     head.eval()
-    with torch.inference_mode():
+    with torch.no_grad(), reduced_precision():
         for features in found:
-            if features.rollout.temperature or len(features.rollout.token_ids) < depth + 3:
+            if features.rollout.temperature:
                 continue
-            one = _judge_one(head, target, features, depth)
+            one = _judge_one(head, target, features)
             _add(judged["all"], one)
-            _add(judged.setdefault(features.rollout.class_name, _empty(depth)), one)
+            _add(judged.setdefault(features.rollout.class_name, _empty(head.depth)), one)
     return judged
 
 
-def _judge_one(head: Eagle3Head, target: TargetHead, features: Features, depth: int) -> Judgement:
-    batch = make_batch([features], target, len(features.rollout.token_ids))
-    next_ids = torch.tensor(features.rollout.token_ids[2:])
-    positions = len(next_ids)
-    right = [
-        head.target_ids[logits[0].argmax(-1)] == next_ids
-        for logits in head.unroll(batch.planes, batch.embedded, depth)
-    ]
-    first = int(batch.counted[0].int().argmax())
-    starts = torch.arange(first, positions - depth + 1)
+def _judge_one(head: DraftHead, target: TargetHead, features: Features) -> Judgement:
+    """The root of the first chain is the first token of the answer, as it is when an answer is served."""
+    depth = head.depth
+    num_tokens = len(features.rollout.token_ids)
+    starts = torch.arange(features.rollout.answer_start - 1, num_tokens - 1 - depth)
+    judged = _empty(depth)
+    if features.rollout.answer_start == 0 or len(starts) == 0:
+        return judged
+    batch = make_batch([features], num_tokens)
+    ids = head.draft_ids(batch, target, (torch.zeros_like(starts), starts), min(RANKS, len(head.target_ids)))
+    truth = batch.token_ids[0][starts[:, None] + 2 + torch.arange(depth)]
+    right = ids == truth[:, :, None]
     alive = torch.ones(len(starts), dtype=torch.bool)
-    judged = Judgement(chains=len(starts))
+    judged.chains = len(starts)
     for step in range(depth):
-        judged.offered.append(int(alive.sum()))
-        alive = alive & right[step][starts + step]
-        judged.accepted.append(int(alive.sum()))
+        judged.offered[step] = int(alive.sum())
+        alive = alive & right[:, step, 0]
+        judged.accepted[step] = int(alive.sum())
+        hits = right[:, step].sum(dim=0).tolist()
+        judged.ranks[step] = hits + [0] * (RANKS - len(hits))
     return judged
 
 
 def _empty(depth: int) -> Judgement:
-    return Judgement(0, [0] * depth, [0] * depth)
+    return Judgement(0, [0] * depth, [0] * depth, [[0] * RANKS for _ in range(depth)])
 
 
 def _add(total: Judgement, one: Judgement) -> None:
     total.chains += one.chains
-    total.offered = [a + b for a, b in zip(total.offered, one.offered, strict=True)]
-    total.accepted = [a + b for a, b in zip(total.accepted, one.accepted, strict=True)]
+    total.offered = _sums(total.offered, one.offered)
+    total.accepted = _sums(total.accepted, one.accepted)
+    total.ranks = [_sums(ours, theirs) for ours, theirs in zip(total.ranks, one.ranks, strict=True)]
+
+
+def _sums(ours: list[int], theirs: list[int]) -> list[int]:
+    return [a + b for a, b in zip(ours, theirs, strict=True)]

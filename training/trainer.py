@@ -1,219 +1,194 @@
-"""Training an EAGLE-3 head: data in batches, the loss over all depths, checkpoints that a killed run goes on from.
+"""Training a head: batches in order, the learning rate, checkpoints that a killed run goes on from exactly.
 
-Loss: cross-entropy against the target's whole distribution over the draft vocabulary, where the target's own best
-token is in it and the token belongs to the answer; depth j counts `DEPTH_DECAY` ** j.
+Any `DraftHead`. Loss: the head's at each depth, depth j (from 0) counting `DEPTH_DECAY` ** j.
 """
 
+import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional
 
 from core.errors import InvalidArgument
 from core.whole_file import written_whole
-from training.eagle3 import Eagle3Head
+from training.batch import Batch, TargetHead, make_batch, trained_tokens
+from training.curve import Curve
 from training.features import FeatureCache, Features
-from training.rollout_store import Rollout
+from training.head import DraftHead
+from training.judge import judge
+from training.loss import reduced_precision
 
 DEPTH_DECAY: Final = 0.8
-_WEIGHTS, _OPTIMISER, _PROGRESS = "weights.safetensors", "optimiser.safetensors", "progress.json"
+_CHECKPOINT, _CURVE = "checkpoint.safetensors", "curve.jsonl"
+_HEAD_PREFIX, _OPTIMISER_PREFIX = "head.", "optimiser."
+_LENGTHS_SORTED_OVER: Final = 8
+"""Batches whose rollouts are sorted by length among each other: neighbours are padded less."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How long and how fast. `max_positions`: longer rollouts are cut; `batch`: rollouts a step."""
+    """How long and how fast.
+
+    Training ends after `epochs` or, where given, `tokens` answer tokens seen, whichever comes first. `batch`: rollouts
+    a step; `max_tokens`: longer ones are cut. Every `save_steps` steps there is a checkpoint and a point of the curve.
+    """
 
     epochs: int = 2
+    tokens: int | None = None
     batch: int = 8
-    depth: int = 5
     learning_rate: float = 1e-3
     warm_up_steps: int = 50
     clip_norm: float = 0.5
-    max_positions: int = 512
+    max_tokens: int = 514
+    save_steps: int = 200
     seed: int = 0
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run is: `part` and `batch` are those that come next."""
+    """Where a run is: `part` and `batch` are those that come next; `tokens` answer tokens were seen."""
 
     step: int = 0
     epoch: int = 0
     part: int = 0
     batch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TargetHead:
-    """The target's embedding and output matrix as the trainer needs them.
-
-    embedding: Tensor  # [vocabulary, hidden_dim]; output: Tensor  # [vocabulary, hidden_dim]
-    """
-
-    embedding: Tensor
-    output: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Padded rollouts. positions = longest - 2; everything about position t is as in `Eagle3Head.unroll`.
-
-    planes: Tensor  # [batch, positions, num_planes · hidden_dim]
-    embedded: Tensor  # [batch, positions, hidden_dim]
-    final: Tensor  # [batch, positions, hidden_dim] of tokens t + 1: from it follows how t + 2 is distributed
-    counted: Tensor  # [batch, positions] bool: token t + 2 is of the answer
-    """
-
-    planes: Tensor
-    embedded: Tensor
-    final: Tensor
-    counted: Tensor
-
-
-def draft_vocabulary(rollouts: Sequence[Rollout], size: int) -> list[int]:
-    """The `size` ids that occur most in rollouts, ascending; rarer ones fill up in order of id."""
-    counts: Counter[int] = Counter()
-    for rollout in rollouts:
-        counts.update(rollout.token_ids)
-    chosen = [token_id for token_id, _ in counts.most_common(size)]
-    known = set(chosen)
-    filler = (token_id for token_id in range(size + len(known)) if token_id not in known)
-    while len(chosen) < size:
-        chosen.append(next(filler))
-    return sorted(chosen)
-
-
-def make_batch(found: Sequence[Features], target: TargetHead, max_positions: int) -> Batch:
-    """Pads the features of rollouts to one length."""
-    lengths = [min(len(features.rollout.token_ids), max_positions + 2) - 2 for features in found]
-    longest = max(lengths)
-    hidden_dim = target.embedding.shape[1]
-    planes_dim = found[0].planes.shape[1] * hidden_dim
-    planes = torch.zeros(len(found), longest, planes_dim)
-    embedded = torch.zeros(len(found), longest, hidden_dim)
-    final = torch.zeros(len(found), longest, hidden_dim)
-    counted = torch.zeros(len(found), longest, dtype=torch.bool)
-    for row, (features, length) in enumerate(zip(found, lengths, strict=True)):
-        ids = torch.tensor(features.rollout.token_ids[1 : length + 1])
-        planes[row, :length] = features.planes[:length].flatten(1).float()
-        embedded[row, :length] = target.embedding[ids].float()
-        final[row, :length] = features.final[1 : length + 1].float()
-        counted[row, max(0, features.rollout.answer_start - 2) : length] = True
-    return Batch(planes, embedded, final, counted)
-
-
-def losses_of(head: Eagle3Head, batch: Batch, output: Tensor, depth: int) -> list[Tensor]:
-    """Mean loss at each depth. output: Tensor  # [vocabulary, hidden_dim]"""
-    wanted, known = _wanted(head, batch, output)
-    found: list[Tensor] = []
-    for step, logits in enumerate(head.unroll(batch.planes, batch.embedded, depth)):
-        counted = batch.counted & known
-        counted[:, :step] = False
-        rows = functional.log_softmax(logits[counted].float(), dim=-1)
-        found.append(-(wanted[counted] * rows).sum(-1).mean() if len(rows) else rows.sum())
-    return found
-
-
-def _wanted(head: Eagle3Head, batch: Batch, output: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's distribution over draft ids, and where its best token is one: no gradients."""
-    with torch.no_grad():
-        target_ids = head.target_ids
-        logits = batch.final @ output.float().T
-        best = logits.argmax(dim=-1)
-        reduced = logits[..., target_ids]
-        known = reduced.amax(dim=-1) == logits.gather(-1, best[..., None])[..., 0]
-        return torch.softmax(reduced, dim=-1), known
+    tokens: int = 0
 
 
 class Trainer:
-    """Steps a head over features. `folder` holds the checkpoint; an existing one is gone on from."""
+    """Steps a head over features. `folder` holds the checkpoint; an existing one is gone on from.
+
+    Which batch is when depends on plan and rollouts only, so a run that was stopped, or killed after a checkpoint, ends
+    with the weights of one that was not. `curve.jsonl` beside the checkpoint has a line for each step, and the
+    acceptance on `watched` rollouts at each checkpoint.
+    """
 
     def __init__(
-        self, head: Eagle3Head, target: TargetHead, features: FeatureCache, plan: TrainingPlan, folder: Path
+        self,
+        head: DraftHead,
+        target: TargetHead,
+        features: FeatureCache,
+        plan: TrainingPlan,
+        folder: Path,
+        watched: Sequence[Features] = (),
     ) -> None:
         """Raises InvalidArgument where the folder's checkpoint is of another plan or head."""
         self.head = head
         self.progress = Progress()
+        self.total_tokens = _total_tokens(plan, features)
         self._target = target
         self._features = features
         self._plan = plan
         self._folder = folder
-        self._optimiser = torch.optim.AdamW(head.parameters(), lr=plan.learning_rate, betas=(0.9, 0.95))
+        self._watched = watched
+        self._optimiser = torch.optim.AdamW(
+            head.parameters(), lr=plan.learning_rate, betas=(0.9, 0.95), fused=True
+        )
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / _PROGRESS).exists():
+        if (folder / _CHECKPOINT).exists():
             self._load()
+        self._curve = Curve(folder / _CURVE, self.progress.step)
 
-    def run(
-        self, total_steps: int, stop: Callable[[], bool], report: Callable[[Progress, list[float]], None]
-    ) -> None:
-        """Train until the plan's epochs are over, `total_steps` are done or `stop` says so; then checkpoint."""
+    @property
+    def done(self) -> bool:
+        """Whether the plan's end is reached."""
+        return self.progress.epoch >= self._plan.epochs or self.progress.tokens >= self.total_tokens
+
+    def run(self, stop: Callable[[], bool], report: Callable[[Progress, list[float]], None]) -> None:
+        """Train to the end of the plan, or until `stop` says so; then checkpoint.
+
+        Raises InvalidArgument where the loss is no number any more; the last checkpoint stays.
+        """
         self.head.train()
-        try:
-            while self.progress.epoch < self._plan.epochs and self.progress.step < total_steps:
-                for found in islice(self._batches(), self.progress.batch, None):
-                    losses = self._step(
-                        make_batch(found, self._target, self._plan.max_positions), total_steps
-                    )
-                    self.progress.batch += 1
-                    report(self.progress, losses)
-                    if stop() or self.progress.step >= total_steps:
-                        return
-                self._next_part()
-        finally:
-            self.save()
+        while not self.done:
+            for found in islice(self._batches(), self.progress.batch, None):
+                losses = self._step(make_batch(found, self._plan.max_tokens))
+                self.progress.batch += 1
+                self.progress.tokens += sum(
+                    trained_tokens(features.rollout, self._plan.max_tokens) for features in found
+                )
+                self._note(losses)
+                report(self.progress, losses)
+                if stop() or self.done:
+                    self.save()
+                    return
+                if self.progress.step % self._plan.save_steps == 0:
+                    self.save()
+            self._next_part()
+        self.save()
 
     def save(self) -> None:
-        """Write weights, optimiser and progress; the progress last, so that they belong together."""
-        tensors = {name: tensor.detach().contiguous() for name, tensor in self.head.state_dict().items()}
-        state = self._optimiser.state_dict()["state"]
-        moments = {
-            f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items()
+        """Write weights, optimiser and progress in one file, so that they always belong together."""
+        tensors = {
+            _HEAD_PREFIX + name: tensor.detach().contiguous()
+            for name, tensor in self.head.state_dict().items()
         }
-        with written_whole(self._folder / _WEIGHTS) as path:
-            save_file(tensors, path)
-        if moments:
-            with written_whole(self._folder / _OPTIMISER) as path:
-                save_file(moments, path)
-        values = {"plan": asdict(self._plan), "progress": asdict(self.progress)}
-        with written_whole(self._folder / _PROGRESS) as path:
-            path.write_text(json.dumps(values))
+        for index, entry in self._optimiser.state_dict()["state"].items():
+            tensors |= {f"{_OPTIMISER_PREFIX}{index}.{name}": value for name, value in entry.items()}
+        about = {"made_by": json.dumps(self._made_by()), "progress": json.dumps(asdict(self.progress))}
+        with written_whole(self._folder / _CHECKPOINT) as beside:
+            save_file(tensors, beside, about)
 
     def _load(self) -> None:
-        path = self._folder / _PROGRESS
+        path = self._folder / _CHECKPOINT
         try:
-            values = json.loads(path.read_text())
-            if values["plan"] != asdict(self._plan):
-                raise InvalidArgument("plan", f"{path} was made by another plan; take another folder")
-            self.head.load_state_dict(load_file(self._folder / _WEIGHTS))
-            state = self._optimiser.state_dict()
-            if (self._folder / _OPTIMISER).exists():
-                state["state"] = _moments(load_file(self._folder / _OPTIMISER))
-                self._optimiser.load_state_dict(state)
-            self.progress = Progress(**values["progress"])
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise InvalidArgument(
-                "out", f"{self._folder} holds no checkpoint of this head: {error}"
-            ) from error
+            with safe_open(path, framework="pt") as file:
+                about = file.metadata()
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            made_by, progress = json.loads(about["made_by"]), Progress(**json.loads(about["progress"]))
+        except Exception as error:  # boundary: the library raises its own error for a bad file
+            raise InvalidArgument("out", f"{path} is no checkpoint: {error}") from error
+        for name, ours in self._made_by().items():
+            if made_by.get(name) != ours:
+                raise InvalidArgument("out", f"{path} was made by another {name}; take another folder")
+        self.head.load_state_dict(_under(_HEAD_PREFIX, tensors))
+        state = self._optimiser.state_dict()
+        state["state"] = _moments(_under(_OPTIMISER_PREFIX, tensors))
+        self._optimiser.load_state_dict(state)
+        self.progress = progress
+
+    def _made_by(self) -> dict[str, Any]:
+        """What a checkpoint has to agree with, by what a message calls it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for rollout in self._features.rollouts:
+            digest.update(rollout.digest())
+        head = self.head
+        return {
+            "plan": asdict(self._plan),
+            "head": [head.kind, head.depth, dict(head.sizes())],
+            "set of rollouts": digest.hexdigest(),
+        }
 
     def _batches(self) -> Iterator[list[Features]]:
-        """The rollouts of the shard that is due, shuffled; which shard comes when is shuffled by epoch too."""
+        """The rollouts of the file that is due, in batches of similar lengths; which comes when is drawn each epoch."""
+        plan = self._plan
         epoch, part = self.progress.epoch, self.progress.part
-        generator = np.random.default_rng((self._plan.seed, epoch))
-        order = generator.permutation(self._features.num_parts)
-        found = [f for f in self._features.read(int(order[part])) if len(f.rollout.token_ids) > 3]
-        shuffled = np.random.default_rng((self._plan.seed, epoch, part)).permutation(len(found))
-        for start in range(0, len(found), self._plan.batch):
-            yield [found[index] for index in shuffled[start : start + self._plan.batch]]
+        order = np.random.default_rng((plan.seed, epoch)).permutation(self._features.num_parts)
+        found = [
+            features
+            for features in self._features.read(int(order[part]))
+            if trained_tokens(features.rollout, plan.max_tokens)
+        ]
+        random = np.random.default_rng((plan.seed, epoch, part))
+        shuffled = [found[index] for index in random.permutation(len(found))]
+        batches: list[list[Features]] = []
+        width = plan.batch * _LENGTHS_SORTED_OVER
+        for first in range(0, len(shuffled), width):
+            window = sorted(
+                shuffled[first : first + width], key=lambda features: len(features.rollout.token_ids)
+            )
+            batches += [window[start : start + plan.batch] for start in range(0, len(window), plan.batch)]
+        for index in random.permutation(len(batches)):
+            yield batches[index]
 
     def _next_part(self) -> None:
         self.progress.part += 1
@@ -222,28 +197,57 @@ class Trainer:
             self.progress.part = 0
             self.progress.epoch += 1
 
-    def _step(self, batch: Batch, total_steps: int) -> list[float]:
-        plan = self._plan
-        rate = plan.learning_rate * _schedule(self.progress.step, plan.warm_up_steps, total_steps)
+    def _step(self, batch: Batch) -> list[float]:
         for group in self._optimiser.param_groups:
-            group["lr"] = rate
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            losses = losses_of(self.head, batch, self._target.output, plan.depth)
-        total = sum((DEPTH_DECAY**step * loss for step, loss in enumerate(losses)), torch.zeros(()))
+            group["lr"] = self._learning_rate()
+        with reduced_precision():
+            losses = self.head.losses(batch, self._target)
+        total = sum((DEPTH_DECAY**depth * loss for depth, loss in enumerate(losses)), torch.zeros(()))
+        if not math.isfinite(float(total.detach())):
+            raise InvalidArgument(
+                "learning_rate", f"the loss of step {self.progress.step + 1} is no number; take a lower rate"
+            )
         self._optimiser.zero_grad(set_to_none=True)
         total.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), plan.clip_norm)
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self._plan.clip_norm)
         self._optimiser.step()
         self.progress.step += 1
         return [float(loss.detach()) for loss in losses]
 
+    def _learning_rate(self) -> float:
+        """Linear warm-up over steps, then half a cosine down to a tenth over the tokens of the whole plan."""
+        plan, step = self._plan, self.progress.step
+        warm = min(1.0, (step + 1) / max(1, plan.warm_up_steps))
+        share = min(1.0, self.progress.tokens / max(1, self.total_tokens))
+        return plan.learning_rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
-def _schedule(step: int, warm_up_steps: int, total_steps: int) -> float:
-    """Linear warm-up, then a half cosine to a tenth."""
-    if step < warm_up_steps:
-        return (step + 1) / warm_up_steps
-    share = min(1.0, (step - warm_up_steps) / max(1, total_steps - warm_up_steps))
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * share))
+    def _note(self, losses: list[float]) -> None:
+        """Lines of the curve."""
+        progress = self.progress
+        line = {"step": progress.step, "epoch": progress.epoch, "tokens": progress.tokens}
+        rate = self._optimiser.param_groups[0]["lr"]
+        self._curve.add({**line, "learning_rate": rate, "losses": [round(loss, 5) for loss in losses]})
+        if self._watched and (progress.step % self._plan.save_steps == 0 or self.done):
+            judged = judge(self.head, self._target, self._watched)["all"]
+            self._curve.add(
+                {
+                    "step": progress.step,
+                    "tokens": progress.tokens,
+                    "acceptance_length": round(judged.acceptance_length, 4),
+                    "rates": [round(rate, 4) for rate in judged.rates],
+                }
+            )
+            self.head.train()
+
+
+def _total_tokens(plan: TrainingPlan, features: FeatureCache) -> int:
+    of_epoch = sum(trained_tokens(rollout, plan.max_tokens) for rollout in features.rollouts)
+    total = plan.epochs * of_epoch
+    return total if plan.tokens is None else min(total, plan.tokens)
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _moments(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from outrider.errors import InternalError, OutriderError
+from outrider.requests import VERIFICATIONS
 from outrider.results import (
     Choice,
     Delta,
@@ -21,6 +21,8 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
+
+_MODES = {value: mode for mode, value in VERIFICATIONS.items()}
 
 
 @dataclass(slots=True)
@@ -86,8 +88,6 @@ class Assembly:
     def _finish(self, started: inference_pb2.Started, finished: inference_pb2.Finished) -> Result:
         if not finished.choices:
             raise InternalError("the server finished without a choice")
-        rejection = started.verification == common_pb2.VERIFICATION_REJECTION
-        verification: Literal["invariant", "rejection"] = "rejection" if rejection else "invariant"
         return Result(
             request_id=started.request_id,
             choices=self._choices(finished.choices),
@@ -99,7 +99,8 @@ class Assembly:
             numerics_class=started.numerics_class,
             attempts=finished.attempts,
             model=started.model,
-            verification=verification,
+            verification=_MODES.get(started.verification, "invariant"),
+            approximate=started.approximate,
             effective_temperature=started.effective_temperature,
             route_reason=started.route_reason,
         )

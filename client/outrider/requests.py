@@ -5,15 +5,26 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NoReturn, TypedDict
 
 from outrider.errors import InvalidArgumentError
+from outrider.results import Verification
 from outrider.v1 import common_pb2, inference_pb2
 
 Prompt = str | Sequence[int]
 """Text as it is (no chat template), or token ids."""
 
-Verification = Literal["invariant", "rejection"]
-_VERIFICATIONS = {
+VERIFICATIONS: dict[Verification, common_pb2.Verification] = {
     "invariant": common_pb2.VERIFICATION_INVARIANT,
     "rejection": common_pb2.VERIFICATION_REJECTION,
+    "block": common_pb2.VERIFICATION_BLOCK,
+    "typical": common_pb2.VERIFICATION_TYPICAL,
+}
+"""What the wire calls each mode."""
+
+EarlyStopping = Literal["never"] | bool
+"""When a beam search that has `beam_width` whole answers ends: True, at once; False or "never", see the protocol."""
+_EARLY_STOPPING: dict[EarlyStopping, common_pb2.EarlyStopping] = {
+    False: common_pb2.EARLY_STOPPING_FALSE,
+    True: common_pb2.EARLY_STOPPING_TRUE,
+    "never": common_pb2.EARLY_STOPPING_NEVER,
 }
 
 
@@ -49,6 +60,9 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     n: int | None
     ignore_eos: bool | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: EarlyStopping | None
     json_schema: str | Mapping[str, object] | None
     regex: str | None
     ebnf: str | None
@@ -68,6 +82,7 @@ class GenerateOptions(TypedDict, total=False):
 _SAMPLING_NUMBERS = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "seed", "logprobs", "n", "ignore_eos",
+    "beam_width", "length_penalty",
 )  # fmt: skip
 _GRAMMARS = ("json_schema", "regex", "ebnf")
 _SPECULATION_FIELDS = ("drafter", "draft_length", "draft_width", "allow_approximate")
@@ -121,6 +136,11 @@ def _add_message(chat: common_pb2.Chat, message: Message, field: str) -> None:
 def _set_sampling(sampling: common_pb2.SamplingParams, options: GenerateOptions) -> None:
     for name in _SAMPLING_NUMBERS:
         _assign(sampling, name, options.get(name), f"sampling.{name}")
+    early = options.get("early_stopping")
+    if early is not None:
+        if early not in ("never", True, False):
+            _refuse("sampling.early_stopping", f"{early!r} is not one of True, False, 'never'")
+        sampling.early_stopping = _EARLY_STOPPING[early]
     stop = options.get("stop")
     texts = {"stop": [stop] if isinstance(stop, str) else stop, "bad_words": options.get("bad_words")}
     for name, values in texts.items():
@@ -153,9 +173,9 @@ def _set_speculation(speculation: common_pb2.SpeculationParams, options: Generat
         _assign(speculation, name, options.get(name), f"speculation.{name}")
     verification = options.get("verification")
     if verification is not None:
-        if verification not in _VERIFICATIONS:
-            _refuse("speculation.verification", f"{verification!r} is not one of {', '.join(_VERIFICATIONS)}")
-        speculation.verification = _VERIFICATIONS[verification]
+        if verification not in VERIFICATIONS:
+            _refuse("speculation.verification", f"{verification!r} is not one of {', '.join(VERIFICATIONS)}")
+        speculation.verification = VERIFICATIONS[verification]
 
 
 def _assign(target: object, name: str, value: object, field: str) -> None:

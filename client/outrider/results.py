@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
+Verification = Literal["invariant", "rejection", "block", "typical"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished request. `text`, `token_ids`, `finish_reason` and `logprobs` are those of choice 0."""
+    """A finished request. `text`, `token_ids`, `finish_reason` and `logprobs` are those of choice 0.
+
+    `approximate`: the answer need not follow the target's distribution, as the request allowed.
+    """
 
     request_id: str
     choices: tuple[Choice, ...]
@@ -94,7 +98,8 @@ class Result:
     numerics_class: str
     attempts: int
     model: str
-    verification: Literal["invariant", "rejection"]
+    verification: Verification
+    approximate: bool
     effective_temperature: float
     route_reason: str
 

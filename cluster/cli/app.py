@@ -8,6 +8,7 @@ from cluster.cli.corpus import corpus_app
 from cluster.cli.doctor import doctor_command
 from cluster.cli.generate import generate_command
 from cluster.cli.models import models_app
+from cluster.cli.plan_tree import plan_tree_command
 from cluster.cli.serve import down_command, serve_command
 from cluster.cli.train import train_app
 
@@ -24,6 +25,7 @@ app.command("generate")(generate_command)
 app.command("chat")(chat_command)
 app.command("bench")(bench_command)
 app.command("doctor")(doctor_command)
+app.command("plan-tree")(plan_tree_command)
 app.add_typer(models_app, name="models")
 app.add_typer(corpus_app, name="corpus")
 app.add_typer(train_app, name="train")

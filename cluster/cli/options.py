@@ -27,6 +27,13 @@ PresencePenalty = Annotated[float | None, typer.Option(help="0: off.")]
 FrequencyPenalty = Annotated[float | None, typer.Option(help="0: off.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")]
+BeamWidth = Annotated[int | None, typer.Option(help="Search for the likeliest answer with so many beams.")]
+LengthPenalty = Annotated[
+    float | None, typer.Option(help="Of beam search: score = Σ log-prob / length ^ this.")
+]
+EarlyStopping = Annotated[
+    str | None, typer.Option(help="Of beam search: true, false or never; see the protocol.")
+]
 JsonSchema = Annotated[
     Path | None,
     typer.Option(exists=True, dir_okay=False, help="The answer is JSON by the schema in this file."),
@@ -41,7 +48,13 @@ Ebnf = Annotated[
 Drafter = Annotated[str | None, typer.Option(help="auto, none, or a drafter that the deployment offers.")]
 DraftLength = Annotated[int | None, typer.Option(help="Depth K of the draft; absent: Outrider chooses.")]
 DraftWidth = Annotated[int | None, typer.Option(help="Most children of a node; 1: a chain.")]
-Verification = Annotated[str | None, typer.Option(help="invariant or rejection.")]
+Verification = Annotated[
+    str | None,
+    typer.Option(help="invariant, rejection, block, or typical, which needs --allow-approximate."),
+]
+AllowApproximate = Annotated[
+    bool, typer.Option("--allow-approximate", help="The answer need not follow the model's distribution.")
+]
 RequestClass = Annotated[str | None, typer.Option(help="Absent: the router classifies.")]
 TimeoutS = Annotated[float | None, typer.Option("--timeout-s", help="Seconds that a request may take.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
@@ -51,6 +64,11 @@ PromptsFile = Annotated[
 
 errors = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 140)
 """Where everything but the answer goes."""
+
+
+def early_stopping_of(text: str | None) -> bool | str | None:
+    """What the client takes for the text of `--early-stopping`; an unknown one is left for it to refuse."""
+    return None if text is None else {"true": True, "false": False}.get(text.lower(), text)
 
 
 def connect(address: str, tenant: str | None = None, timeout_s: float | None = None) -> Client:
@@ -93,6 +111,9 @@ def summary(result: Result) -> str:
             f"{sum(speculation.position_offered)} ({speculation.acceptance_rate:.0%}), "
             f"{speculation.acceptance_length or 0:.2f} tokens a step"
         )
+    if result.approximate:
+        invariant = result.verification == "invariant"
+        parts.append(f"approximate: {'its drafter' if invariant else f'{result.verification} verification'}")
     if speculation.fallback_reason:
         parts.append(f"fell back: {speculation.fallback_reason}")
     parts.append(f"class {speculation.request_class}, seed {result.seed}, ended by {result.finish_reason}")

@@ -33,7 +33,7 @@ class ControlledChoice:
     """How a choice may draft. `fixed` is its own length (0 for the drafter `none`); None: the controller moves K.
 
     `start_length` is the first K; None: chosen from what its (drafter, class) showed before, `default_length`
-    where nothing was measured at all.
+    where nothing was measured at all. `width`, `auxiliary_rows`: the rows of a draft, as in `DraftCandidate`.
     """
 
     key: int
@@ -43,6 +43,8 @@ class ControlledChoice:
     default_length: int
     start_length: int | None = None
     fixed: int | None = None
+    width: int = 1
+    auxiliary_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,8 @@ def _candidate(state: _ChoiceState, room: int) -> DraftCandidate:
         current=state.current,
         steps_since_change=state.steps_since_change,
         dwell_steps=state.dwell_steps,
+        width=state.choice.width,
+        auxiliary_rows=state.choice.auxiliary_rows,
     )
 
 

@@ -1,17 +1,34 @@
 """How long each choice drafts in the next step: a pure function of measured rates and times.
 
 With conditional rates a_1, a_2, … the expected tokens of a step are E(K) = 1 + a_1 + a_1·a_2 + … (for i.i.d.
-acceptance a that is (1 - a^(K+1)) / (1 - a), Leviathan et al. 2023). The K of a batch maximise
+acceptance a that is (1 - a^(K+1)) / (1 - a), Leviathan et al. 2023). Behind its root a draft of depth K > 0 has
+R(K) = A + w·K rows, R(0) = 0: w nodes a depth, the tree's width, and A auxiliary rows, paid once it drafts at all. The
+K of a batch maximise
 
-    Σ E_i(K_i) / (T_target(Σ (K_i + 1) + other rows) + Σ_drafters T_draft(longest K of that drafter))
+    Σ E_i(K_i) / (T_target(Σ (1 + R_i(K_i)) + other rows) + Σ_drafters T_draft(longest K of that drafter))
 
-with measured times. Marginal gains fall with depth, so for any number of rows the best draft takes the largest
-marginals; one walk over them in falling order passes through every candidate, K = 0 for all included, and the
-best point of the walk is taken. Because a costly drafter may spoil the walk, it is also tried without each one.
+with measured times. One walk starts at K = 0 for all and adds depths in falling order of what they bring a row; the
+best point of the walk is taken. A depth brings a_1···a_k for w rows, which falls with k. Where A > 0 the first
+depths bear it: all those up to the K with the largest (E(K) - 1) / R(K) count with that mean and are added one after
+another (the steepest segment of the upper hull of E over R; behind it the mean is above the next depth's).
+
+That finds the global maximum for one choice, whatever its rows (the walk passes through every K); for a batch whose
+choices have the same w and A = 0 (for any number of rows the best draft takes the largest marginals); and for any
+batch where T_target is affine (for the best rate r every choice maximises E - r·slope·R by itself, Dinkelbach 1967, and
+those K lie on the hulls). Otherwise it may miss what the last segment would have brought: the tokens of one draft
+among those of the batch. Because a drafter that costs time or auxiliary rows may spoil the walk, it is also
+tried without each of these. Depths that are reached in less than 1 % of steps are left out.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import TypeAlias
+
+_Depth: TypeAlias = tuple[float, int, float, int]
+"""One more depth of one choice: what it brings a row (negative, to sort by), the choice, what it brings, its rows."""
+
+_SMALLEST_CHANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +37,8 @@ class DraftCandidate:
 
     `rates` are conditional rates by depth; their number is the longest draft possible now. `fixed` is the
     request's own length, respected as given. `current` is the K of the last decision, None before the first.
-    `dwell_steps` must have passed since the last change (`steps_since_change`).
+    `dwell_steps` must have passed since the last change (`steps_since_change`). A draft has `width` nodes a depth
+    (at most: a tree may be thinner) and `auxiliary_rows` whatever its depth.
     """
 
     drafter: str
@@ -29,6 +47,12 @@ class DraftCandidate:
     current: int | None = None
     steps_since_change: int = 0
     dwell_steps: int = 8
+    width: int = 1
+    auxiliary_rows: int = 0
+
+    def rows(self, length: int) -> int:
+        """Rows behind the root."""
+        return length * self.width + self.auxiliary_rows if length > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +127,24 @@ def _pays(
 
 def _rate(candidates: Sequence[DraftCandidate], lengths: Sequence[int], costs: StepCosts) -> float:
     """Expected tokens a second of the given lengths."""
-    emitted, longest = 0.0, dict[str, int]()
+    emitted, rows, longest = 0.0, len(lengths) + costs.other_rows, dict[str, int]()
     for candidate, length in zip(candidates, lengths, strict=True):
-        chance = 1.0
-        emitted += 1.0
-        for depth in range(length):
-            chance *= candidate.rates[depth]
-            emitted += chance
+        emitted += _expected(candidate.rates, length)
+        rows += candidate.rows(length)
         longest[candidate.drafter] = max(length, longest.get(candidate.drafter, 0))
-    seconds = _at(costs.target, sum(lengths) + len(lengths) + costs.other_rows)
+    seconds = _at(costs.target, rows)
     for drafter, length in longest.items():
         seconds += _at(costs.drafters.get(drafter, ()), length)
     return emitted / seconds if seconds > 0.0 else emitted
+
+
+def _expected(rates: Sequence[float], length: int) -> float:
+    """E(length)."""
+    chance = expected = 1.0
+    for conditional in rates[:length]:
+        chance *= conditional
+        expected += chance
+    return expected
 
 
 def _at(table: Sequence[float], count: int) -> float:
@@ -131,10 +161,12 @@ def _best(
 ) -> tuple[list[int], float]:
     """The best lengths of the movable ones, the others held, and their rate."""
     lengths, rate = _walk(candidates, held, movable, costs)
-    drafters = {c.drafter for c, moves in zip(candidates, movable, strict=True) if moves}
-    costly = [name for name in drafters if _at(costs.drafters.get(name, ()), 1) > 0.0]
-    if len(drafters) < 2:
+    moving = [candidate for candidate, moves in zip(candidates, movable, strict=True) if moves]
+    if len({candidate.drafter for candidate in moving}) < 2:
         return lengths, rate
+    costly = {
+        c.drafter for c in moving if c.auxiliary_rows or _at(costs.drafters.get(c.drafter, ()), 1) > 0.0
+    }
     for name in sorted(costly):
         without = [
             replace(c, rates=()) if m and c.drafter == name else c
@@ -152,31 +184,29 @@ def _walk(
     movable: Sequence[bool],
     costs: StepCosts,
 ) -> tuple[list[int], float]:
-    """Add nodes by falling marginal gain; the best point of the walk."""
+    """Add depths by falling gain a row; the best point of the walk."""
     lengths = [0 if moves else (length or 0) for length, moves in zip(held, movable, strict=True)]
-    marginals: list[tuple[float, int]] = []
-    emitted, rows = float(len(lengths)), len(lengths) + sum(lengths) + costs.other_rows
+    depths: list[_Depth] = []
+    emitted, rows = 0.0, len(lengths) + costs.other_rows
     longest: dict[str, int] = {}
     for index, candidate in enumerate(candidates):
-        chance = 1.0
-        for depth, conditional in enumerate(candidate.rates):
-            chance *= conditional
-            if movable[index]:
-                if chance < 0.01:
-                    break
-                marginals.append((-chance, index))
-            elif depth < lengths[index]:
-                emitted += chance
-        longest[candidate.drafter] = max(lengths[index], longest.get(candidate.drafter, 0))
-    marginals.sort()
+        length = lengths[index]
+        if movable[index]:
+            emitted += 1.0
+            depths += _depths(index, candidate)
+        else:
+            emitted += _expected(candidate.rates, length)
+            rows += candidate.rows(length)
+        longest[candidate.drafter] = max(length, longest.get(candidate.drafter, 0))
+    depths.sort(key=itemgetter(0))
     draft_seconds = sum(_at(costs.drafters.get(name, ()), length) for name, length in longest.items())
     target, last = costs.target, len(costs.target) - 1
     seconds = (target[min(rows, last)] if target else 0.0) + draft_seconds
-    best_rate, best_nodes = emitted / seconds if seconds > 0.0 else emitted, 0
+    best_rate, best_depths = emitted / seconds if seconds > 0.0 else emitted, 0
     walked = lengths.copy()
-    for nodes, (negative_chance, index) in enumerate(marginals, start=1):
-        emitted -= negative_chance
-        rows += 1
+    for count, (_, index, gain, own_rows) in enumerate(depths, start=1):
+        emitted += gain
+        rows += own_rows
         walked[index] += 1
         drafter = candidates[index].drafter
         if walked[index] > longest[drafter]:
@@ -186,7 +216,36 @@ def _walk(
         seconds = (target[min(rows, last)] if target else 0.0) + draft_seconds
         rate = emitted / seconds if seconds > 0.0 else emitted
         if rate > best_rate:
-            best_rate, best_nodes = rate, nodes
-    for _, index in marginals[:best_nodes]:
+            best_rate, best_depths = rate, count
+    for _, index, _, _ in depths[:best_depths]:
         lengths[index] += 1
     return lengths, best_rate
+
+
+def _depths(index: int, candidate: DraftCandidate) -> list[_Depth]:
+    """A choice's depths in order, each with what it brings a row: never more than the one before."""
+    depths: list[_Depth] = []
+    chance, width = 1.0, candidate.width
+    for conditional in candidate.rates:
+        chance *= conditional
+        if chance < _SMALLEST_CHANCE:
+            break
+        depths.append((-chance / width, index, chance, width))
+    if depths and candidate.auxiliary_rows:
+        _bear(depths, candidate.auxiliary_rows)
+    return depths
+
+
+def _bear(depths: list[_Depth], auxiliary_rows: int) -> None:
+    """Let the first depths bear the auxiliary rows, as many of them as raise what they bring a row together."""
+    _, index, gain, width = depths[0]
+    rows = auxiliary_rows + width
+    mean = -gain / rows
+    size = 1
+    while size < len(depths) and depths[size][0] < mean:
+        gain += depths[size][2]
+        rows += width
+        mean = -gain / rows
+        size += 1
+    for place in range(size):
+        depths[place] = (mean, index, depths[place][2], width + (0 if place else auxiliary_rows))

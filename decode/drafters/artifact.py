@@ -26,6 +26,7 @@ class ArtifactManifest:
     """What a draft is. `target_revision`, `tokenizer`: digests. `hidden_layers`: planes that it reads, ascending.
 
     `shape`: sizes by name. `recipe`: how it was trained. `acceptance`: measured, by class: rate at each depth.
+    `rank_acceptance`: measured, by depth and rank: share of places whose token had that rank among the drafts of it.
     """
 
     format: int
@@ -36,6 +37,7 @@ class ArtifactManifest:
     shape: Mapping[str, float]
     recipe: Mapping[str, Any]
     acceptance: Mapping[str, list[float]] = field(default_factory=dict)
+    rank_acceptance: list[list[float]] = field(default_factory=list)
 
 
 def write_artifact(directory: Path, manifest: ArtifactManifest, tensors: Mapping[str, Tensor]) -> None:
@@ -56,7 +58,7 @@ def read_manifest(directory: Path) -> ArtifactManifest:
         if not isinstance(values, dict):
             raise ValueError("not an object")
         known = {entry.name for entry in fields(ArtifactManifest)}
-        if missing := known - values.keys():
+        if missing := known - values.keys() - {"rank_acceptance"}:
             raise ValueError(f"{', '.join(sorted(missing))} missing")
         if extra := values.keys() - known:
             raise ValueError(f"{', '.join(sorted(extra))} unknown")

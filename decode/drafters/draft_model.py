@@ -1,13 +1,15 @@
-"""A second, smaller model with the target's tokenizer, drafting token by token over its own paged KV.
+"""A second, smaller model with the target's tokenizer, drafting chains and trees over its own paged KV.
 
-Between steps the cache of a request that drafts holds all its tokens but the last two: whatever was accepted,
-the next proposal begins with one forward over those two, so rows are equal from step to step and the cache never
-falls behind. Steps at K = 0 cost nothing here: a few tokens of lag are made up in the next proposal's first
-forward, more (a prompt, a long time at K = 0) in `prefill`, inside the step budget.
+A tree grows by one level with each forward; its rows lie in scratch slots behind the last committed token until the
+target has decided, then those of the accepted path are moved together. Between steps the cache of a request that
+drafts holds all its tokens but the last two: whatever was accepted, the next proposal begins with one forward over
+those two, so rows are equal from step to step and the cache never falls behind. Steps at K = 0 cost nothing here: a
+few tokens of lag are made up in the next proposal's first forward, more (a prompt, a long time at K = 0) in
+`prefill`, inside the step budget.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,14 +18,16 @@ from torch import Tensor
 from core.errors import FailedPrecondition
 from core.settings import DraftModelSettings
 from core.tokenizer import Tokenizer
+from decode.control.tree_shape import TreeShape
 from decode.draft import NO_DRAFT, Draft
+from decode.drafters.draft_tree import DraftTree, GuessedChain, ShapeGrowth, growth_for
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
 from decode.drafters.vocabulary import require_same_vocabulary
-from decode.sampling.draft_noise import DraftDraw, draw_draft
+from decode.sampling.draft_noise import DraftDraw, DrawnChildren, draw_children, draw_draft
 from engine.block_table import BlockTable
 from engine.engine import Engine
 from engine.kv_cache import OutOfBlocks
-from engine.step_batch import SequenceStep
+from engine.step_batch import LogitRows, SequenceStep, StepResult
 
 LAG = 2
 """Tokens that the cache is behind the sequence after a step that drafted."""
@@ -32,25 +36,20 @@ CATCH_UP_ROWS = 16
 """Further tokens that a proposal's first forward may make up: about what one row costs."""
 
 
+MAX_WIDTH = 8
+
+
 @dataclass(slots=True, eq=False)
 class _State:
+    """`tree`: what was proposed last, its rows in the slots behind the table's tokens; None: nothing."""
+
     request: DraftRequest
     table: BlockTable
-
-
-@dataclass(slots=True, eq=False)
-class _Proposal:
-    """One draft in the making. `token_ids` grow by one a forward."""
-
-    index: int
-    state: _State
-    depth: int
-    token_ids: list[int] = field(default_factory=list)
-    probs: list[Tensor] = field(default_factory=list)
+    tree: DraftTree | None = None
 
 
 class DraftModelDrafter:
-    """Chains only. Its requests' forwards are batched; one without blocks drafts nothing and is no error."""
+    """Forwards of its requests are batched; one without blocks drafts nothing and is no error."""
 
     name = "draft_model"
 
@@ -59,6 +58,7 @@ class DraftModelDrafter:
     ) -> None:
         """`num_token_ids`: leading ids that may be drafted. `target_vocab`: width of the target's logits."""
         self._engine = engine
+        self._settings = settings
         self._kv = engine.kv
         self._num_token_ids = num_token_ids
         self._target_vocab = target_vocab
@@ -69,6 +69,8 @@ class DraftModelDrafter:
             default_draft_length=min(settings.draft_length, settings.max_draft_length),
             bytes_per_token=layout.kv_token_bytes,
             largest_position=engine.max_context - 1,
+            max_draft_width=MAX_WIDTH,
+            default_draft_width=settings.draft_width,
         )
 
     @classmethod
@@ -122,29 +124,43 @@ class DraftModelDrafter:
         return rows_done
 
     def propose(self, budgets: Sequence[DraftBudget]) -> Sequence[Draft]:
-        """One chain for each budget, drawn token by token; none for a request that lags or has no room."""
-        drafts: list[Draft] = [NO_DRAFT] * len(budgets)
-        proposals = [
-            proposal
-            for index, budget in enumerate(budgets)
-            if (proposal := self._begin(index, budget)) is not None
+        """One draft for each budget; none for a request that lags or has no room.
+
+        Width 1 is a chain. A wider tree is the best one by score, but where verification weighs the draft by its
+        probabilities a tree of a shape that only the budget decides.
+        """
+        return self._propose([DraftTree(_root_id(budget), growth_for(budget)) for budget in budgets], budgets)
+
+    def propose_shapes(self, budgets: Sequence[DraftBudget], shapes: Sequence[TreeShape]) -> Sequence[Draft]:
+        """As `propose`, in the shape given for each budget, which keeps to that budget."""
+        trees = [
+            DraftTree(_root_id(budget), ShapeGrowth(shape))
+            for budget, shape in zip(budgets, shapes, strict=True)
         ]
-        live = proposals
-        while live:
-            logits = self._engine.step([self._next_rows(proposal) for proposal in live]).logits
-            live = self._draw(live, self._to_target_ids(logits))
-        for proposal in proposals:
-            drafts[proposal.index] = _draft_of(proposal)
-        return drafts
+        return self._propose(trees, budgets)
+
+    def propose_guessed(
+        self, budgets: Sequence[DraftBudget], guesses: Sequence[Sequence[int]]
+    ) -> Sequence[Draft]:
+        """The chains of `propose` at width 1, in fewer forwards where a guess of their tokens is right."""
+        trees = [
+            GuessedChain(_root_id(budget), max(1, _depth(budget)), self._draftable(guess))
+            for budget, guess in zip(budgets, guesses, strict=True)
+        ]
+        return self._propose(trees, budgets)
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Roll the cache back to what was accepted: all tokens but the last two."""
+        """Keep of the cache what was accepted: all tokens but the last two."""
         for observation in observations:
             state = self._states[observation.request.key]
             num_tokens = len(state.request.history.token_ids)
-            tokens_before = num_tokens - len(observation.token_ids)
-            still_right = tokens_before + len(observation.accepted_rows)
-            self._kv.commit(state.table, min(state.table.num_tokens, still_right, num_tokens - LAG))
+            valid, tree = state.table.num_tokens, state.tree
+            if tree is not None:
+                rows = tree.path_rows(observation.token_ids)
+                self._kv.compact(state.table, valid, rows)
+                valid += len(rows)
+                state.tree = None
+            self._kv.commit(state.table, min(valid, num_tokens - LAG))
 
     def finish(self, request: DraftRequest) -> None:
         """Free the cache of a choice."""
@@ -162,42 +178,68 @@ class DraftModelDrafter:
         """Tokens of a choice whose K and V are valid in the draft's cache."""
         return self._states[request.key].table.num_tokens
 
-    def _begin(self, index: int, budget: DraftBudget) -> _Proposal | None:
+    def _propose(self, trees: Sequence[DraftTree], budgets: Sequence[DraftBudget]) -> list[Draft]:
+        """Grow the trees in common forwards."""
+        live = [
+            state
+            for tree, budget in zip(trees, budgets, strict=True)
+            if (state := self._begin(tree, budget)) is not None
+        ]
+        begun = {id(state.tree) for state in live}
+        while live:
+            steps = [_next_rows(state) for state in live]
+            result = self._engine.step(steps)
+            self._take(live, steps, result)
+            live = [state for state in live if state.tree is not None and state.tree.open]
+        return [tree.draft() if id(tree) in begun else NO_DRAFT for tree in trees]
+
+    def _begin(self, tree: DraftTree, budget: DraftBudget) -> _State | None:
+        """Room for the rows of a tree; None where there is none, or nothing to draft."""
         state = self._states[budget.request.key]
-        depth = min(budget.draft_length, budget.max_nodes)
-        lag = _lag(state)
-        if depth < 1 or not 1 <= lag <= LAG + CATCH_UP_ROWS:
+        state.tree = None
+        if _depth(budget) < 1 or not 1 <= _lag(state) <= LAG + CATCH_UP_ROWS or not any(tree.widths()):
             return None
-        if not self._reserved(state, len(budget.request.history.token_ids) + depth - 1):
+        if not self._reserved(state, len(budget.request.history.token_ids) - 1 + tree.max_rows):
             return None
-        return _Proposal(index, state, depth)
+        state.tree = tree
+        return state
 
-    def _next_rows(self, proposal: _Proposal) -> SequenceStep:
-        """The tokens whose K and V are not computed yet; the last one's logits give the next token."""
-        table, history = proposal.state.table, proposal.state.request.history
-        start = table.num_tokens
-        token_ids = [*history.token_ids[start:], *proposal.token_ids]
-        drafted_before = start - len(history.token_ids)
-        if drafted_before > 0:
-            token_ids = proposal.token_ids[drafted_before:]
-        return SequenceStep(table, start, token_ids, logit_rows="last")
+    def _take(self, live: Sequence[_State], steps: Sequence[SequenceStep], result: StepResult) -> None:
+        """Draw the children of every open row."""
+        draws: list[DraftDraw] = []
+        widths: list[int] = []
+        rows: list[int] = []
+        for state, step, start in zip(live, steps, result.logits_start, strict=True):
+            tree = state.tree
+            assert tree is not None
+            draws += [_draw_at(state.request, node.path()) for node in tree.open]
+            widths += tree.widths()
+            wanted = 1 if step.logit_rows == "last" else step.num_rows
+            rows += range(start + wanted - len(tree.open), start + wanted)
+            self._kv.commit(state.table, len(state.request.history.token_ids) - 1, keep_reserved=True)
+        logits = result.logits if len(rows) == len(result.logits) else result.logits[rows]
+        wide = self._to_target_ids(logits)
+        drawn = _draw(draws, wide, widths)
+        owners = [state.request for state in live if state.tree is not None for _ in state.tree.open]
+        for index, ends in enumerate(self._end_before(owners, wide)):
+            if ends:
+                drawn[index] = None
+        rest = iter(drawn)
+        for state in live:
+            assert state.tree is not None
+            state.tree.take([next(rest) for _ in state.tree.open], self._num_token_ids)
 
-    def _draw(self, live: Sequence[_Proposal], logits: Tensor) -> list[_Proposal]:
-        """One more token for each; those that go on."""
-        draws = [_draw_of(proposal) for proposal in live]
-        going_on: list[_Proposal] = []
-        for proposal, drawn in zip(live, draw_draft(draws, logits), strict=True):
-            table, history = proposal.state.table, proposal.state.request.history
-            computed = len(history.token_ids) + len(proposal.token_ids)
-            self._kv.commit(table, computed, keep_reserved=True)
-            if drawn is None or drawn.token_id >= self._num_token_ids:
-                continue
-            proposal.token_ids.append(drawn.token_id)
-            if drawn.draft_probs is not None:
-                proposal.probs.append(drawn.draft_probs)
-            if len(proposal.token_ids) < proposal.depth:
-                going_on.append(proposal)
-        return going_on
+    def _end_before(self, requests: Sequence[DraftRequest], logits: Tensor) -> Sequence[bool]:
+        """Whether the draft of a request ends before the token that its row says; empty: none does.
+
+        logits: Tensor  # [requests, target vocabulary]
+        """
+        return ()
+
+    def _draftable(self, guess: Sequence[int]) -> Sequence[int]:
+        """Up to the first id that may not be drafted."""
+        end = next((i for i, token_id in enumerate(guess) if token_id >= self._num_token_ids), len(guess))
+        return guess[:end]
 
     def _to_target_ids(self, logits: Tensor) -> Tensor:
         """[rows, target vocabulary]: ids that may not be drafted have no chance."""
@@ -219,9 +261,27 @@ def _lag(state: _State) -> int:
     return len(state.request.history.token_ids) - state.table.num_tokens
 
 
-def _draw_of(proposal: _Proposal) -> DraftDraw:
-    request = proposal.state.request
-    path = tuple(proposal.token_ids)
+def _root_id(budget: DraftBudget) -> int:
+    return budget.request.history.token_ids[-1]
+
+
+def _depth(budget: DraftBudget) -> int:
+    return min(budget.draft_length, budget.max_nodes)
+
+
+def _next_rows(state: _State) -> SequenceStep:
+    """The rows whose K and V are not computed yet: of the first forward also tokens that the cache lacks."""
+    tree, table, token_ids = state.tree, state.table, state.request.history.token_ids
+    assert tree is not None
+    row_ids = [node.token_id for node in tree.rows]
+    if tree.num_written:
+        return SequenceStep(table, table.num_tokens, row_ids, tree.parents(), num_written=tree.num_written)
+    start = table.num_tokens
+    logit_rows: LogitRows = "last" if len(row_ids) == 1 else "all"
+    return SequenceStep(table, start, [*token_ids[start:-1], *row_ids], logit_rows=logit_rows)
+
+
+def _draw_at(request: DraftRequest, path: tuple[int, ...]) -> DraftDraw:
     return DraftDraw(
         sampling=request.sampling,
         seed=request.seed,
@@ -230,14 +290,23 @@ def _draw_of(proposal: _Proposal) -> DraftDraw:
         verification=request.verification,
         history=request.history,
         path=path,
+        lane=request.draft_lane,
     )
 
 
-def _draft_of(proposal: _Proposal) -> Draft:
-    if not proposal.token_ids:
-        return NO_DRAFT
-    return Draft(
-        token_ids=tuple(proposal.token_ids),
-        parents=tuple(range(len(proposal.token_ids))),
-        draft_probs=torch.stack(proposal.probs) if proposal.probs else None,
-    )
+def _draw(draws: Sequence[DraftDraw], logits: Tensor, widths: Sequence[int]) -> list[DrawnChildren | None]:
+    """Children of every row; where only one is wanted, by the shorter way that gives the same one."""
+    drawn: list[DrawnChildren | None] = [None] * len(draws)
+    single = [index for index, width in enumerate(widths) if width == 1]
+    several = [index for index, width in enumerate(widths) if width > 1]
+    if single:
+        rows = logits if not several else logits[single]
+        for index, token in zip(single, draw_draft([draws[index] for index in single], rows), strict=True):
+            if token is not None:
+                drawn[index] = DrawnChildren((token.token_id,), (0.0,), token.draft_probs)
+    if several:
+        rows = logits if not single else logits[several]
+        children = draw_children([draws[i] for i in several], rows, [widths[i] for i in several])
+        for index, of_one in zip(several, children, strict=True):
+            drawn[index] = of_one
+    return drawn

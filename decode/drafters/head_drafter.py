@@ -6,16 +6,18 @@ further level is one forward over the nodes that go on. After a prompt, or a lon
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from decode.control.tree_shape import TreeShape
 from decode.draft import NO_DRAFT, Draft
+from decode.drafters.draft_tree import DraftTree, Growth, Node, ShapeGrowth, confident_growth_for
 from decode.drafters.head_model import HeadModel, HeadRows
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
-from decode.drafters.tree_growth import TreeGrowth
-from decode.sampling.draft_noise import DraftDraw, draw_children
+from decode.drafters.reduced_head import is_plain_argmax
+from decode.sampling.draft_noise import DraftDraw, DrawnChildren, draw_children
 from engine.block_table import BlockTable
 from engine.kv_cache import OutOfBlocks
 from engine.step_batch import SequenceStep
@@ -34,26 +36,37 @@ class _State:
 
 @dataclass(slots=True, eq=False)
 class _Proposal:
-    """One draft in the making. `token_ids` and `parents`: rows of the head's tree, row 0 the last known state;
-    `rows`: the head's row of each node that was evaluated."""
+    """One draft in the making: row 0 of its tree is the last token whose target state is known."""
 
-    index: int
     state: _State
-    growth: TreeGrowth
-    token_ids: list[int]
-    parents: list[int] = field(default_factory=lambda: [0])
-    rows: dict[int, int] = field(default_factory=lambda: {-1: 0})
-    num_written: int = 0
+    tree: DraftTree
     broken: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A row of a tree whose `width` children are drawn from `row` of the logits."""
+
+    proposal: _Proposal
+    node: Node
+    width: int
+    row: int
+
+
 class HeadDrafter:
-    """See the module. `target_vocab`: width of the target's logits."""
+    """See the module. `target_vocab`: width of the target's logits. `promised_rate`: see `decode/self_check.py`."""
 
     def __init__(
-        self, name: str, model: HeadModel, needs: DrafterNeeds, target_vocab: int, min_probability: float
+        self,
+        name: str,
+        model: HeadModel,
+        needs: DrafterNeeds,
+        target_vocab: int,
+        min_probability: float,
+        promised_rate: float | None = None,
     ) -> None:
         self.name = name
+        self.promised_rate = promised_rate
         self.needs = needs
         self._model = model
         self._kv = model.kv
@@ -84,36 +97,27 @@ class HeadDrafter:
                 continue
             known = state.request.history.token_ids[start + 1 : start + 1 + rows]
             sequences.append(SequenceStep(state.table, start, known, logit_rows="none"))
-            features.append(self._model.features(state.request.hidden(start, start + rows)))
+            features.append(state.request.hidden(start, start + rows))
             tables.append(state.table)
             rows_done += rows
         if sequences:
-            self._model.forward(sequences, torch.cat(features))
+            self._model.forward(sequences, self._model.features(torch.cat(features, dim=1)))
         for table, sequence in zip(tables, sequences, strict=True):
             self._kv.commit(table, sequence.start + len(sequence.token_ids))
         return rows_done
 
     def propose(self, budgets: Sequence[DraftBudget]) -> Sequence[Draft]:
-        """A tree or chain for each budget; none for a request that lags or has no room."""
-        drafts: list[Draft] = [NO_DRAFT] * len(budgets)
-        proposals = [
-            proposal
-            for index, budget in enumerate(budgets)
-            if (proposal := self._begin(index, budget)) is not None
-        ]
-        live, answer = proposals, self._first(proposals)
-        while live:
-            self._draw(live, answer.logits)
-            live, parents = _close_level(live)
-            if live:
-                features = answer.outputs.index_select(0, torch.tensor(parents))
-                answer = self._model.forward([_next_level(proposal) for proposal in live], features)
-        for proposal in proposals:
-            self._kv.commit(proposal.state.table, len(proposal.state.request.history.token_ids) - 1)
-            drafts[proposal.index] = (
-                proposal.growth.draft() if not proposal.broken else Draft(fault=NOT_FINITE)
-            )
-        return drafts
+        """A tree or chain for each budget; none for a request that lags or has no room.
+
+        Best first, unless verification weighs the draft by its probabilities: then of a shape that the budget decides.
+        """
+        return self._propose(
+            budgets, [confident_growth_for(budget, self._min_probability) for budget in budgets]
+        )
+
+    def propose_shapes(self, budgets: Sequence[DraftBudget], shapes: Sequence[TreeShape]) -> Sequence[Draft]:
+        """As `propose`, in the shape given for each budget, which keeps to that budget."""
+        return self._propose(budgets, [ShapeGrowth(shape) for shape in shapes])
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Nothing: what was accepted is computed from its planes in the next proposal."""
@@ -134,84 +138,100 @@ class HeadDrafter:
         """Rows of a choice that are valid in the head's cache."""
         return self._states[request.key].table.num_tokens
 
-    def _begin(self, index: int, budget: DraftBudget) -> _Proposal | None:
-        request = budget.request
-        state = self._states[request.key]
-        depth = min(budget.draft_length, budget.max_nodes)
-        if depth < 1 or not 1 <= _lag(state) <= CATCH_UP_ROWS:
+    def _propose(self, budgets: Sequence[DraftBudget], growths: Sequence[Growth]) -> list[Draft]:
+        """Grow the trees in common forwards."""
+        proposals = [self._begin(budget, growth) for budget, growth in zip(budgets, growths, strict=True)]
+        begun = [proposal for proposal in proposals if proposal is not None]
+        live, answer = begun, self._first(begun)
+        while live:
+            asked = [proposal.tree.open for proposal in live]
+            self._take(live, answer.logits)
+            parents = _answered_parents(live, asked)
+            live = [proposal for proposal in live if proposal.tree.open and not proposal.broken]
+            if live:
+                features = answer.outputs.index_select(0, torch.tensor(parents))
+                answer = self._model.forward([_next_level(proposal) for proposal in live], features)
+        for proposal in begun:
+            self._kv.commit(proposal.state.table, len(proposal.state.request.history.token_ids) - 1)
+        return [_draft_of(proposal) for proposal in proposals]
+
+    def _begin(self, budget: DraftBudget, growth: Growth) -> _Proposal | None:
+        token_ids = budget.request.history.token_ids
+        state = self._states[budget.request.key]
+        if min(budget.draft_length, budget.max_nodes) < 1 or not 1 <= _lag(state) <= CATCH_UP_ROWS:
             return None
-        width = min(request.draft_width, budget.max_nodes)
-        sampled = request.verification in ("rejection", "block") and not request.sampling.greedy
-        growth = TreeGrowth(depth, width, budget.max_nodes, not sampled, self._min_probability)
-        known = len(request.history.token_ids) - 1
-        if not self._reserved(state, known + (depth - 1) * width):
+        tree = DraftTree(token_ids[-1], growth)
+        if not any(tree.widths()) or not self._reserved(state, len(token_ids) - 2 + tree.max_rows):
             return None
-        return _Proposal(index, state, growth, request.history.token_ids[-1:])
+        return _Proposal(state, tree)
 
     def _first(self, proposals: Sequence[_Proposal]) -> HeadRows:
         """The rows of tokens whose target state became known; the last one's answer is the first level."""
         if not proposals:
             return HeadRows(torch.empty(0), torch.empty(0))
         sequences: list[SequenceStep] = []
-        features: list[Tensor] = []
+        planes: list[Tensor] = []
         for proposal in proposals:
             state = proposal.state
             start, token_ids = state.table.num_tokens, state.request.history.token_ids
             sequences.append(SequenceStep(state.table, start, token_ids[start + 1 :], logit_rows="last"))
-            features.append(state.request.hidden(start, len(token_ids) - 1))
-        answer = self._model.forward(sequences, self._model.features(torch.cat(features, dim=1)))
+            planes.append(state.request.hidden(start, len(token_ids) - 1))
+        answer = self._model.forward(sequences, self._model.features(torch.cat(planes, dim=1)))
         for proposal in proposals:
-            table = proposal.state.table
             last = len(proposal.state.request.history.token_ids) - 2
-            self._kv.commit(table, last, keep_reserved=True)
-            proposal.num_written = 1
+            self._kv.commit(proposal.state.table, last, keep_reserved=True)
         return answer
 
-    def _draw(self, live: Sequence[_Proposal], logits: Tensor) -> None:
-        """Children for every node of every frontier; the rows of `logits` are those nodes in order."""
-        plain: list[tuple[_Proposal, int, int]] = []
-        drawn: list[tuple[_Proposal, int, int]] = []
-        row = 0
+    def _take(self, live: Sequence[_Proposal], logits: Tensor) -> None:
+        """Draw the children of every open row; the rows of `logits` are those rows in order."""
+        rows: list[_Open] = []
         for proposal in live:
-            request = proposal.state.request
-            chosen = plain if _takes_the_largest(request) else drawn
-            for place in range(len(proposal.growth.frontier)):
-                chosen.append((proposal, place, row))
-                row += 1
+            for node, width in zip(proposal.tree.open, proposal.tree.widths(), strict=True):
+                rows.append(_Open(proposal, node, width, len(rows)))
+        draws = [_draw_of(one) for one in rows]
+        plain = [one for one, draw in zip(rows, draws, strict=True) if is_plain_argmax(draw)]
+        drawn: list[DrawnChildren | None] = [None] * len(rows)
         if plain:
-            self._take_largest(plain, logits)
-        if drawn:
-            self._draw_noisy(drawn, logits)
+            self._take_largest(plain, logits, drawn)
+        if len(plain) < len(rows):
+            chosen = {one.row for one in plain}
+            self._draw_noisy([one for one in rows if one.row not in chosen], draws, logits, drawn)
+        children = iter(drawn)
+        for proposal in live:
+            proposal.tree.take([next(children) for _ in proposal.tree.open], self._target_vocab)
 
-    def _take_largest(self, nodes: Sequence[tuple[_Proposal, int, int]], logits: Tensor) -> None:
+    def _take_largest(self, rows: Sequence[_Open], logits: Tensor, drawn: list[DrawnChildren | None]) -> None:
         """Greedy without anything that moves logits: the largest of the reduced vocabulary."""
-        width = max(proposal.growth.children_wanted for proposal, _, _ in nodes)
-        chosen = logits if len(nodes) == len(logits) else logits[[row for _, _, row in nodes]]
+        width = max(one.width for one in rows)
+        chosen = logits if len(rows) == len(logits) else logits[[one.row for one in rows]]
         scores, places = torch.log_softmax(chosen, dim=-1).topk(min(width, chosen.shape[1]), dim=-1)
         token_ids = self._model.draft_ids[places].tolist()
         finite = torch.isfinite(scores[:, 0]).tolist()
-        for (proposal, place, _), ids, found, good in zip(
-            nodes, token_ids, scores.tolist(), finite, strict=True
-        ):
-            wanted = proposal.growth.children_wanted
-            proposal.broken |= not good
-            proposal.growth.add(place, ids[:wanted], found[:wanted], None)
+        for one, ids, found, good in zip(rows, token_ids, scores.tolist(), finite, strict=True):
+            one.proposal.broken |= not good
+            drawn[one.row] = DrawnChildren(tuple(ids[: one.width]), tuple(found[: one.width]))
 
-    def _draw_noisy(self, nodes: Sequence[tuple[_Proposal, int, int]], logits: Tensor) -> None:
-        """Through the request's pipeline, over target ids, with the noise that its verification wants."""
-        rows = [row for _, _, row in nodes]
+    def _draw_noisy(
+        self,
+        rows: Sequence[_Open],
+        draws: Sequence[DraftDraw],
+        logits: Tensor,
+        drawn: list[DrawnChildren | None],
+    ) -> None:
+        """Through the requests' pipelines, over target ids, with the noise that their verification wants.
+
+        Where the draft is weighed, a row whose distribution promises too little ends its path: a look at the parent's
+        distribution, never at what was drawn from it.
+        """
+        places = [one.row for one in rows]
         wide = torch.full((len(rows), self._target_vocab), -torch.inf)
-        wide.index_copy_(1, self._model.draft_ids, logits[rows])
-        draws = [_draw_of(proposal, place) for proposal, place, _ in nodes]
-        widths = [proposal.growth.children_wanted for proposal, _, _ in nodes]
-        for (proposal, place, _), children in zip(nodes, draw_children(draws, wide, widths), strict=True):
+        wide.index_copy_(1, self._model.draft_ids, logits[places])
+        found = draw_children([draws[place] for place in places], wide, [one.width for one in rows])
+        for one, children in zip(rows, found, strict=True):
             if children is None:
-                proposal.broken |= not bool(torch.isfinite(logits).all())
-                continue
-            probs = children.draft_probs
-            if probs is not None and float(probs.max()) < self._min_probability:
-                continue
-            proposal.growth.add(place, children.token_ids, children.scores, probs)
+                one.proposal.broken |= not bool(torch.isfinite(logits[one.row]).all())
+            elif children.draft_probs is None or float(children.draft_probs.max()) >= self._min_probability:
+                drawn[one.row] = children
 
     def _reserved(self, state: _State, num_tokens: int) -> bool:
         try:
@@ -226,56 +246,36 @@ def _lag(state: _State) -> int:
     return len(state.request.history.token_ids) - 1 - state.table.num_tokens
 
 
-def _takes_the_largest(request: DraftRequest) -> bool:
-    """Whether the request's draws are the largest raw logits."""
-    sampling = request.sampling
-    return (
-        sampling.greedy
-        and request.grammar is None
-        and sampling.repetition_penalty == 1.0
-        and sampling.presence_penalty == 0.0
-        and sampling.frequency_penalty == 0.0
-        and not sampling.logit_bias
-        and not sampling.bad_word_ids
-        and sampling.min_tokens <= request.history.num_output
-    )
+def _answered_parents(live: Sequence[_Proposal], asked: Sequence[Sequence[Node]]) -> list[int]:
+    """For each row that is open now, the row of the last answer that belongs to its parent.
 
-
-def _close_level(live: Sequence[_Proposal]) -> tuple[list[_Proposal], list[int]]:
-    """Who goes on, and for each of their new nodes the row of the last answer that belongs to its parent.
-
-    The answer had a row for every node of the frontiers that it was asked about, in order.
+    The answer had a row for every row in `asked`, in order.
     """
-    going_on: list[_Proposal] = []
     parents: list[int] = []
     first_row = 0
-    for proposal in live:
-        growth = proposal.growth
-        asked = growth.frontier
-        if not proposal.broken and growth.close_level():
-            going_on.append(proposal)
-            parents.extend(first_row + asked.index(growth.nodes[node].parent) for node in growth.frontier)
-        first_row += len(asked)
-    return going_on, parents
+    for proposal, nodes in zip(live, asked, strict=True):
+        if not proposal.broken:
+            rows = {id(node): first_row + place for place, node in enumerate(nodes)}
+            parents.extend(rows[id(node.parent)] for node in proposal.tree.open)
+        first_row += len(nodes)
+    return parents
 
 
 def _next_level(proposal: _Proposal) -> SequenceStep:
-    """The nodes that go on, as rows behind those of the levels before."""
-    growth = proposal.growth
-    for node in growth.frontier:
-        proposal.rows[node] = len(proposal.token_ids)
-        proposal.parents.append(proposal.rows[growth.nodes[node].parent])
-        proposal.token_ids.append(growth.nodes[node].token_id)
-    table, num_written = proposal.state.table, proposal.num_written
-    proposal.num_written = len(proposal.token_ids)
-    return SequenceStep(
-        table, table.num_tokens, proposal.token_ids, proposal.parents, num_written=num_written
-    )
+    """The open rows, behind those of the levels before."""
+    table, tree = proposal.state.table, proposal.tree
+    token_ids = [node.token_id for node in tree.rows]
+    return SequenceStep(table, table.num_tokens, token_ids, tree.parents(), num_written=tree.num_written)
 
 
-def _draw_of(proposal: _Proposal, place: int) -> DraftDraw:
-    request = proposal.state.request
-    path = proposal.growth.path(proposal.growth.frontier[place])
+def _draft_of(proposal: _Proposal | None) -> Draft:
+    if proposal is None:
+        return NO_DRAFT
+    return Draft(fault=NOT_FINITE) if proposal.broken else proposal.tree.draft()
+
+
+def _draw_of(one: _Open) -> DraftDraw:
+    request, path = one.proposal.state.request, one.node.path()
     return DraftDraw(
         sampling=request.sampling,
         seed=request.seed,
@@ -284,4 +284,5 @@ def _draw_of(proposal: _Proposal, place: int) -> DraftDraw:
         verification=request.verification,
         history=request.history,
         path=path,
+        lane=request.draft_lane,
     )

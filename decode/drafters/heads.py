@@ -24,24 +24,32 @@ KINDS = {"eagle": "eagle", "eagle2": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
 
 
 def head_settings(settings: DraftersSettings) -> dict[str, HeadSettings]:
-    """The configured heads, by drafter name."""
+    """The configured heads, by drafter name. Raises InvalidArgument for a version of something that is no head."""
     named = {name: getattr(settings, name) for name in KINDS}
-    return {name: head for name, head in named.items() if head is not None}
+    for name in settings.versions:
+        base, at, version = name.partition("@")
+        if base not in KINDS or not at or not version:
+            known = ", ".join(KINDS)
+            raise InvalidArgument(
+                f"drafters.versions.{name}", f"a name is NAME@VERSION with NAME one of {known}"
+            )
+    return {name: head for name, head in named.items() if head is not None} | settings.versions
 
 
 def head_layers(settings: HeadSettings) -> tuple[int, ...]:
     """Layers whose planes a head reads. Raises InvalidArgument where its manifest cannot be read."""
-    return read_manifest(_directory(settings)).hidden_layers
+    return read_manifest(head_directory(settings)).hidden_layers
 
 
 def load_head(name: str, settings: HeadSettings, engine: Engine, tokenizer: Tokenizer) -> HeadDrafter:
     """Raises InvalidArgument naming file and field, FailedPrecondition for a head of another target."""
-    directory = _directory(settings)
+    base = name.partition("@")[0]
+    directory = head_directory(settings)
     manifest = read_manifest(directory)
-    if manifest.kind != KINDS[name]:
+    if manifest.kind != KINDS[base]:
         raise InvalidArgument(
             f"drafters.{name}.artifact",
-            f"{directory} holds a draft of kind {manifest.kind}, not {KINDS[name]}",
+            f"{directory} holds a draft of kind {manifest.kind}, not {KINDS[base]}",
         )
     require_target(directory, manifest, engine.numerics.model_revision, vocabulary_digest(tokenizer))
     sizes = _sizes(directory, manifest, engine)
@@ -52,13 +60,24 @@ def load_head(name: str, settings: HeadSettings, engine: Engine, tokenizer: Toke
         hidden_layers=manifest.hidden_layers,
         bytes_per_token=model.kv.layout.kv_token_bytes,
         largest_position=engine.max_context - 1,
-        max_draft_width=1 if name == "eagle" else 16,
-        default_draft_width=1 if name == "eagle" else settings.draft_width,
+        max_draft_width=1 if base == "eagle" else 16,
+        default_draft_width=1 if base == "eagle" else settings.draft_width,
     )
-    return HeadDrafter(name, model, needs, engine.config.vocab_size, settings.min_probability)
+    rates = manifest.acceptance.get("all")
+    return HeadDrafter(
+        name,
+        model,
+        needs,
+        engine.config.vocab_size,
+        settings.min_probability,
+        rates[0] if rates else None,
+    )
 
 
-def _directory(settings: HeadSettings) -> Path:
+def head_directory(settings: HeadSettings) -> Path:
+    """The artifact's folder."""
+    if settings.artifact is None:
+        raise InvalidArgument("drafters", "a head without a folder; see `shipped_heads.with_shipped`")
     return Path(settings.artifact).expanduser()
 
 
@@ -133,7 +152,7 @@ def _eagle(
 ) -> HeadModel:
     tensors = read_tensors(directory, eagle_shapes(sizes))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
-    return EagleModel(engine, sizes, _last_place(directory, manifest, engine), tensors, ids, quantisation)
+    return EagleModel(engine, sizes, last_place(directory, manifest, engine), tensors, ids, quantisation)
 
 
 def _mtp(
@@ -141,10 +160,11 @@ def _mtp(
 ) -> HeadModel:
     tensors = read_tensors(directory, mtp_shapes(sizes))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
-    return MtpModel(engine, sizes, _last_place(directory, manifest, engine), tensors, ids, quantisation)
+    return MtpModel(engine, sizes, last_place(directory, manifest, engine), tensors, ids, quantisation)
 
 
-def _last_place(directory: Path, manifest: ArtifactManifest, engine: Engine) -> int:
+def last_place(directory: Path, manifest: ArtifactManifest, engine: Engine) -> int:
+    """The last layer's place among the planes that the engine keeps, for a head that reads that plane only."""
     last = engine.config.num_layers - 1
     if manifest.hidden_layers != (last,):
         raise InvalidArgument(

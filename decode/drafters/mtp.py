@@ -1,7 +1,7 @@
 """A multi-token-prediction module (DeepSeek-V3, 2024): one block over (norm of the hidden state, norm of the next
 token's embedding), run again on its own output for deeper drafts.
 
-It reads the target's last layer before the final norm, and speaks through rows of the target's own output matrix.
+It reads the target's final-normed state, and speaks through rows of the target's own output matrix.
 """
 
 from collections.abc import Mapping
@@ -40,6 +40,7 @@ class MtpModel(HeadModel):
         layer = {name: tensors[_LAYER + name] for name in sizes.layer_shapes()}
         super().__init__(engine, sizes, layer, draft_ids, quantisation)
         self._kept_plane = kept_plane
+        self._target_norm = engine.weights.final_norm
         self._fuse = self._pack(tensors["eh_proj.weight"])
         self._head = self._pack(engine.output_rows(draft_ids))
         self._word_norm, self._hidden_norm, self._input_norm, self._norm = (
@@ -47,7 +48,7 @@ class MtpModel(HeadModel):
         )
 
     def _features(self, planes: Tensor) -> Tensor:
-        return planes[self._kept_plane].clone()
+        return self._pointwise.add_norm(planes[self._kept_plane].contiguous(), None, self._target_norm)
 
     def _enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         words = self._pointwise.add_norm(embedded, None, self._word_norm)

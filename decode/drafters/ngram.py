@@ -12,6 +12,7 @@ from itertools import islice
 from core.settings import NgramSettings
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
+from decode.drafters.trie import merge_paths
 
 _MAX_CANDIDATES = 48
 
@@ -110,7 +111,8 @@ class NgramDrafter:
         if width == 1:
             chain = _continuation(token_ids, ranked[0], depth)
             return Draft(chain, tuple(range(len(chain))))
-        return _merge(token_ids, ranked, depth, width, budget.max_nodes)
+        continuations = (_continuation(token_ids, end, depth) for end in ranked)
+        return merge_paths(continuations, width, budget.max_nodes)
 
 
 def _rank(token_ids: Sequence[int], ends: Sequence[int], min_match: int, max_match: int) -> list[int]:
@@ -137,29 +139,3 @@ def _continuation(token_ids: Sequence[int], end: int, depth: int) -> tuple[int, 
     while len(copied) < depth:
         copied += copied[-period:] if period <= len(copied) else copied
     return copied[:depth]
-
-
-def _merge(token_ids: Sequence[int], ranked: Sequence[int], depth: int, width: int, max_nodes: int) -> Draft:
-    """A trie of at most `width` distinct continuations, the best ranked ones, in order."""
-    nodes: list[int] = []
-    parents: list[int] = []
-    children: dict[tuple[int, int], int] = {}
-    branches = 0
-    for end in ranked:
-        row = 0
-        added = False
-        for token_id in _continuation(token_ids, end, depth):
-            child = children.get((row, token_id))
-            if child is None:
-                if len(nodes) == max_nodes:
-                    break
-                nodes.append(token_id)
-                parents.append(row)
-                child = len(nodes)
-                children[row, token_id] = child
-                added = True
-            row = child
-        branches += added
-        if branches == width or len(nodes) == max_nodes:
-            break
-    return Draft(tuple(nodes), tuple(parents))

@@ -10,6 +10,12 @@ The decode loop calls, on the engine thread only:
     finish     once, on every path
 
 A drafter that raises is taken off the choice (fallback to `none`, counted); the step goes on.
+
+Under rejection and block verification a drafter that samples has a duty besides: which of the *sampled* nodes
+are handed over, in what order and how often, may depend only on what was known before each was drawn. Stop or
+prune by the parent's distribution, never by the token; siblings stay in the order drawn, equal ones are not merged,
+and scores may only choose below which node to draft on. Deterministic nodes may be pruned and ordered at will, by
+what does not depend on sampled ones. `Draft` says how both are told.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +37,9 @@ class DrafterNeeds:
     `hidden_layers`: layers whose planes must be kept with the KV. `bytes_per_token`: its own state.
     `noise`: invariant verification shares its noise with a drafter that samples; rejection never does.
     `largest_position`: past it the drafter is not asked (None: no limit). `auxiliary_rows`: rows of the target
-    that a draft may want beside its nodes, evaluated for the drafter alone.
+    that a draft may want beside its nodes, evaluated for the drafter alone. They come whole or not at all: where
+    rows run short they go before any node. `rollback_threshold`: of a drafter named in `APPROXIMATE_DRAFTERS`, -log
+    of the target's probability up to which its chains' tokens are kept.
     """
 
     max_draft_length: int
@@ -43,6 +51,11 @@ class DrafterNeeds:
     max_draft_width: int = 1
     default_draft_width: int = 1
     auxiliary_rows: int = 0
+    rollback_threshold: float | None = None
+
+    def rows(self, depth: int, width: int) -> int:
+        """Rows behind the root that a draft may take: its nodes and, where it drafts at all, the auxiliary rows."""
+        return depth * width + self.auxiliary_rows if depth > 0 else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +65,8 @@ class DraftRequest:
     `hidden(start, end)` reads the captured planes of committed positions:
     Tensor [num hidden layers, end - start, hidden_dim]. `table()` is the choice's own table in the target's KV:
     a drafter may reserve and write slots behind its committed tokens, never commit. `isolation`: what the request
-    may share with others (tenant and salt); nothing learnt of one value may be seen under another.
+    may share with others (tenant and salt); nothing learnt of one value may be seen under another. `draft_lane`: the
+    lane of this drafter's draws (`DraftDraw.lane`), its own among drafters whose proposals meet in one tree.
     """
 
     key: int
@@ -66,6 +80,12 @@ class DraftRequest:
     table: Callable[[], BlockTable]
     request_class: str = "chat"
     isolation: str = ""
+    draft_lane: int = 0
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether verification weighs sampled nodes by what they were drawn from (see the module's docstring)."""
+        return self.verification in ("rejection", "block") and not self.sampling.greedy
 
     @property
     def grammar(self) -> TokenConstraint | None:
@@ -76,7 +96,7 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """What one choice may draft in this step: depth ≤ `draft_length`, nodes (auxiliary included) ≤ `max_nodes`."""
+    """What one choice may draft in this step: depth ≤ `draft_length`, nodes and auxiliary rows ≤ `max_nodes`."""
 
     request: DraftRequest
     draft_length: int
@@ -88,7 +108,7 @@ class Observation:
     """What became of a step. `history` of the request already holds `token_ids`.
 
     `hidden_rows` [num hidden layers, 1 + accepted, hidden_dim]: planes of the root and the accepted path.
-    `auxiliary_logits` [auxiliary rows, vocabulary] or None.
+    `auxiliary_logits` [auxiliary rows of `draft`, vocabulary], read during the call only; None where it has none.
     """
 
     request: DraftRequest

@@ -5,10 +5,8 @@ whose nodes are weighted by how many occurrences go through them; the heaviest n
 Method: REST, retrieval-based speculative decoding (He et al. 2024), here over a suffix array on disk.
 """
 
-import heapq
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.errors import InvalidArgument
@@ -17,6 +15,7 @@ from core.tokenizer import Tokenizer
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.corpus import Corpus, modified_ns
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
+from decode.drafters.trie import heaviest
 from decode.drafters.vocabulary import vocabulary_digest
 
 _LOG = logging.getLogger(__name__)
@@ -88,43 +87,3 @@ class RestDrafter:
             last, settings.min_match, settings.max_match, depth, settings.max_candidates
         )
         return heaviest(texts, budget.request.draft_width, budget.max_nodes, self._num_token_ids)
-
-
-@dataclass(slots=True)
-class _Node:
-    token_id: int
-    weight: int = 0
-    children: "dict[int, _Node]" = field(default_factory=dict)
-
-
-def heaviest(texts: Sequence[Sequence[int]], width: int, max_nodes: int, num_token_ids: int) -> Draft:
-    """The heaviest nodes of the trie of `texts`, at most `width` children each; among equals the first seen.
-
-    A text ends at the first id that is none of the vocabulary: there a document ended.
-    """
-    root = _Node(-1)
-    for text in texts:
-        node = root
-        for token_id in text:
-            if token_id >= num_token_ids:
-                break
-            node = node.children.setdefault(token_id, _Node(token_id))
-            node.weight += 1
-    token_ids: list[int] = []
-    parents: list[int] = []
-    open_nodes: list[tuple[int, int, int, _Node]] = []
-    opened = 0
-
-    def open_children(node: _Node, row: int) -> None:
-        nonlocal opened
-        for child in sorted(node.children.values(), key=lambda child: -child.weight)[:width]:
-            heapq.heappush(open_nodes, (-child.weight, opened, row, child))
-            opened += 1
-
-    open_children(root, 0)
-    while open_nodes and len(token_ids) < max_nodes:
-        _, _, row, node = heapq.heappop(open_nodes)
-        token_ids.append(node.token_id)
-        parents.append(row)
-        open_children(node, len(token_ids))
-    return Draft(tuple(token_ids), tuple(parents))

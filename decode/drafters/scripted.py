@@ -193,7 +193,7 @@ class HiddenDrafter(ScriptedDrafter):
         super().start(request)
         computed = len(request.history.token_ids) - 1
         planes = request.hidden(0, computed)
-        _require(planes.shape[:2] == (len(HIDDEN_LAYERS), computed), "planes at start")
+        _require(planes.shape[0] >= len(HIDDEN_LAYERS) and planes.shape[1] == computed, "planes at start")
         _require(bool(torch.isfinite(planes).all()), "finite planes at start")
 
     def observe(self, observations: Sequence[Observation]) -> None:

@@ -1,112 +1,136 @@
-"""Rejection verification of chains (Leviathan et al. 2023; Chen et al. 2023): the distribution, not the text.
+"""Rejection verification over trees: the distribution, not the text.
 
-With t and d the target's and draft's distributions after the same pipeline: accept draft token x if
-u · d(x) < t(x), which happens with probability min(1, t(x) / d(x)); at the first rejection draw from the
-residual norm(max(0, t - d)); if all were accepted draw the bonus from t. P(accept) = 1 - TV(t, d).
-`draft_probs` None: proposals were deterministic, d is one-hot.
+With t and d the target's and draft's distributions after the same pipeline. At a node try the children one after
+another, in the order drawn: accept x if u · d(x) < t(x), which happens with probability min(1, t(x) / d(x)), and go
+there; after rejecting x set t ← norm(max(0, t - d)). Where none is left draw from the remaining t. For one child that
+is Leviathan et al. 2023 and Chen et al. 2023: P(accept) = 1 - TV(t, d), residual norm(max(0, t - d)), bonus t.
+
+Siblings of independent draws keep their multiplicity, each trial with its own d: several drafters (Miao et al. 2023,
+SpecInfer), or one that draws with replacement. Siblings drawn without replacement are distinct draws of one source:
+behind a rejected x that source's d becomes norm(d without x), and without mass nothing of it is tried (Yang et al.
+2024; Jeon et al. 2024; Chen et al. 2024). Deterministic proposals have a one-hot d: `draft_probs` None, or a one-hot
+row in a tree where other nodes were sampled. A rejected one-hot leaves t without its token.
+
+Why it is exact. Given what was tried before, x is a draw from d that nothing else depended on. So min(t, d) of the
+mass of t is emitted by acceptance, and max(0, t - d), normalised the remaining t, by what follows; by induction over
+the children the emitted token has the distribution t.
 
 Draft, accept, residual and bonus take independent streams of the counter-based noise keyed by (seed, choice,
-position, stream), so a run is reproducible; each position is decided once, so no noise is used twice.
+position, stream), and every trial at a position a number of its own, so a run is reproducible and no noise is used
+twice: a position is decided once.
 
-Fallbacks. A rejection with no residual mass can only be rounding (t ≤ d everywhere means t = d): draw from t.
-A row of `draft_probs` that is no distribution (NaN, inf, negative, no mass) says nothing about how its token
-was drawn: the chain is cut before it, and its position drawn from t. That looks at d only, never at the token.
+Fallbacks. A rejection with no residual mass can only be rounding (t ≤ d everywhere means t = d): t stays. A row of
+`draft_probs` that is no distribution (NaN, inf, negative, no mass) says nothing about how its token was drawn: that
+child is not tried. That looks at d only, never at the token.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from decode.draft import VerifyItem
+from decode.draft import Draft, VerifyItem
 from decode.sampling import sampler
 from decode.sampling.arithmetic import Float32, Float64
-from decode.sampling.noise import Stream, noise_key, uniform
+from decode.sampling.noise import Stream, noise_key
 from decode.sampling.sampler import Walk
-from decode.sampling.step_items import DrawItem
+from decode.verification.distributions import accept_uniform, draft_probs_of, normalised, target_probs_at
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One child to try. `draft_probs` [vocabulary] None: one-hot at `token_id`."""
+
+    row: int
+    token_id: int
+    source: int
+    draft_probs: Float32 | None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What became of one draft token: accepted, or the token drawn instead."""
+    """The child accepted, or None and the remaining t [vocabulary] to draw from; how many were tried."""
 
-    accepted: bool
-    token_id: int
+    accepted: Trial | None
+    remaining: Float64
+    num_tried: int
 
 
-def reject_or_accept(
-    target_probs: Float64, draft_probs: Float32 | None, token_id: int, item: DrawItem
+def try_children(
+    target_probs: Float64,
+    trials: Sequence[Trial],
+    without_replacement: bool,
+    uniform_of: Callable[[int], float],
 ) -> Decision:
-    """Decide the draft token at `item.position`. `draft_probs` None: one-hot at `token_id`."""
-    draft_prob = 1.0 if draft_probs is None else float(draft_probs[token_id])
-    accept_uniform = uniform(noise_key(item.seed, item.choice, item.position, Stream.ACCEPT))
-    if accept_uniform * draft_prob < float(target_probs[token_id]):
-        return Decision(True, token_id)
-    residual = residual_weights(target_probs, draft_probs, token_id)
-    key = noise_key(item.seed, item.choice, item.position, Stream.RESIDUAL)
-    return Decision(False, sampler.earliest(residual, key)[0])
+    """Try `trials` in order on t [vocabulary]; `uniform_of(i)` is the number of trial i."""
+    remaining = target_probs
+    removed: dict[int, list[int]] = {}
+    num_tried = 0
+    for number, trial in enumerate(trials):
+        gone = removed.setdefault(trial.source, [])
+        draft_probs = None if trial.draft_probs is None else normalised(trial.draft_probs, gone)
+        if without_replacement:
+            gone.append(trial.token_id)
+        if draft_probs is None and trial.draft_probs is not None:
+            continue
+        num_tried += 1
+        draft_prob = 1.0 if draft_probs is None else float(draft_probs[trial.token_id])
+        if uniform_of(number) * draft_prob < float(remaining[trial.token_id]):
+            return Decision(trial, remaining, num_tried)
+        remaining = residual_probs(remaining, draft_probs, trial.token_id)
+    return Decision(None, remaining, num_tried)
 
 
-def residual_weights(target_probs: Float64, draft_probs: Float32 | None, token_id: int) -> Float64:
-    """max(0, t - d), unnormalised; t where that has no mass."""
+def residual_probs(target_probs: Float64, draft_probs: Float64 | None, token_id: int) -> Float64:
+    """norm(max(0, t - d)); t where that has no mass. `draft_probs` None: one-hot at `token_id`."""
     if draft_probs is None:
         residual = target_probs.copy()
         residual[token_id] = 0.0
     else:
         residual = np.maximum(target_probs - draft_probs, 0.0)
-    return residual if bool(residual.any()) else target_probs
+    total = float(residual.sum())
+    if total <= 0.0:
+        return target_probs
+    residual /= total
+    return residual
 
 
-def verify_chain(item: VerifyItem, logits: torch.Tensor) -> Walk:
-    """Verify one chain. Raises ValueError for a tree: rejection here is for chains only."""
-    if not item.draft.is_chain:
-        raise ValueError("rejection verification takes chains only, got a tree")
-    draft_probs = _draft_probs(item)
+def verify_tree(item: VerifyItem, logits: torch.Tensor) -> Walk:
+    """Walk one tree from its root: to the child accepted at each node, until none is."""
+    draft_probs = draft_probs_of(item)
+    accepted: list[int] = []
     drawn: list[int] = []
-    num_accepted = 0
     while True:
-        depth = len(drawn)
-        draw = _draw_at(item, drawn)
-        target_probs = sampler.probs(draw, logits)
+        row = accepted[-1] if accepted else 0
+        target_probs = target_probs_at(item, row, drawn, logits)
         if isinstance(target_probs, str):
-            return Walk(tuple(range(1, num_accepted + 1)), tuple(drawn), target_probs)
-        at_end = depth == len(item.draft.token_ids)
-        if at_end or not (draft_probs is None or _is_distribution(draft_probs[depth])):
-            key = noise_key(item.seed, item.choice, draw.position, Stream.BONUS)
-            drawn.append(sampler.earliest(target_probs, key)[0])
-            break
-        node_probs = None if draft_probs is None else draft_probs[depth]
-        decision = reject_or_accept(target_probs, node_probs, item.draft.token_ids[depth], draw)
-        drawn.append(decision.token_id)
-        if not decision.accepted:
-            break
-        num_accepted += 1
-    return Walk(tuple(range(1, num_accepted + 1)), tuple(drawn))
+            return Walk(tuple(accepted), tuple(drawn), target_probs)
+        position = item.position + len(drawn)
+        decision = try_children(
+            target_probs,
+            _trials(item.draft, draft_probs, row),
+            item.draft.without_replacement,
+            lambda trial: accept_uniform(item, position, trial),  # noqa: B023 (called at once)
+        )
+        if decision.accepted is None:
+            stream = Stream.RESIDUAL if decision.num_tried else Stream.BONUS
+            key = noise_key(item.seed, item.choice, position, stream)
+            drawn += sampler.earliest(decision.remaining, key)
+            return Walk(tuple(accepted), tuple(drawn))
+        accepted.append(decision.accepted.row)
+        drawn.append(decision.accepted.token_id)
 
 
-def _draw_at(item: VerifyItem, path: list[int]) -> DrawItem:
-    """The pipeline at the chain's row behind `path`."""
-    return DrawItem(
-        sampling=item.sampling,
-        seed=item.seed,
-        choice=item.choice,
-        position=item.position + len(path),
-        history=item.history,
-        logits_row=item.logits_start + len(path),
-        stream=Stream.BONUS,
-        path=tuple(path),
-    )
-
-
-def _draft_probs(item: VerifyItem) -> Float32 | None:
-    """[nodes, vocabulary]; None: one-hot."""
-    if item.draft.draft_probs is None:
-        return None
-    probs: Float32 = item.draft.draft_probs.detach().to(device="cpu", dtype=torch.float32).numpy()
-    return probs
-
-
-def _is_distribution(probs: Float32) -> bool:
-    """Finite, not negative, with mass; NaN fails both comparisons."""
-    smallest, total = float(probs.min()), float(probs.sum())
-    return smallest >= 0.0 and 0.0 < total < float("inf")
+def _trials(draft: Draft, draft_probs: Float32 | None, row: int) -> list[Trial]:
+    """The children of `row`, in the order drawn."""
+    return [
+        Trial(
+            row=node + 1,
+            token_id=draft.token_ids[node],
+            source=draft.sources[node] if draft.sources else 0,
+            draft_probs=None if draft_probs is None else draft_probs[node],
+        )
+        for node, parent in enumerate(draft.parents)
+        if parent == row
+    ]

@@ -1,27 +1,34 @@
 """One verification call a step: any mix of modes and parameters; each row depends on itself only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from core.records import TokenLogprobs
+from core.records import TokenLogprobs, VerificationMode
 from decode.draft import Verdict, VerifyItem
 from decode.sampling import sampler
 from decode.sampling.masking import masked_items, name_fault
 from decode.sampling.sampler import LogprobRequest, Walk
+from decode.verification.block import verify_block
 from decode.verification.invariant import invariant_draw
-from decode.verification.rejection import verify_chain
+from decode.verification.rejection import verify_tree
+from decode.verification.relaxed import verify_relaxed
+from decode.verification.typical import verify_typical
+
+_WEIGHERS: Mapping[VerificationMode, Callable[[VerifyItem, torch.Tensor], Walk]] = {
+    "rejection": verify_tree,
+    "block": verify_block,
+    "typical": verify_typical,
+}
+"""Modes that weigh drafts by dense distributions, one choice at a time."""
 
 
 def verify(items: Sequence[VerifyItem], logits: torch.Tensor) -> list[Verdict]:
     """One verdict for each item, in order. `logits` [rows, vocabulary] float32, raw; not changed.
 
-    Draws only at nodes on the walked path. Raises ValueError for a tree under rejection verification, before
-    anything is drawn. NaN, inf or constraints that leave nothing become `Verdict.error` of that item alone.
+    Raises ValueError for a tree under block or relaxed verification. NaN, inf or constraints that leave nothing become
+    `Verdict.error` of that item alone.
     """
-    for item in items:
-        if item.verification == "rejection" and not item.draft.is_chain:
-            raise ValueError("rejection verification takes chains only, got a tree")
     rows = sampler.as_rows(logits)
     free = [index for index, item in enumerate(items) if item.history.grammar is None]
     masked = [index for index, item in enumerate(items) if item.history.grammar is not None]
@@ -39,13 +46,18 @@ def verify(items: Sequence[VerifyItem], logits: torch.Tensor) -> list[Verdict]:
 
 def _walks(items: Sequence[VerifyItem], rows: torch.Tensor) -> list[Walk]:
     """One walk for each item, each mode by its own rule."""
-    invariant = [index for index, item in enumerate(items) if item.verification == "invariant"]
+    relaxed = [index for index, item in enumerate(items) if item.rollback_threshold is not None]
     walks: dict[int, Walk] = dict(
-        zip(invariant, sampler.walk([invariant_draw(items[index]) for index in invariant], rows), strict=True)
+        zip(relaxed, verify_relaxed([items[index] for index in relaxed], rows), strict=True)
     )
+    invariant = [
+        index for index, item in enumerate(items) if item.verification == "invariant" and index not in walks
+    ]
+    drawn = sampler.walk([invariant_draw(items[index]) for index in invariant], rows)
+    walks.update(zip(invariant, drawn, strict=True))
     for index, item in enumerate(items):
         if index not in walks:
-            walks[index] = verify_chain(item, rows)
+            walks[index] = _WEIGHERS[item.verification](item, rows)
     return [walks[index] for index in range(len(items))]
 
 

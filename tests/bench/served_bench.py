@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from tests.bench.prompts import (
     read_prompts,
 )
 from tests.bench.ratios import MedianRatio, median_ratio
+from tests.bench.timed import timed
 
 HOME_CLASSES = ("summarisation", "summarization", "rag", "structured", "code-edit")
 DRAFTERS = ("none", "ngram", "auto")
@@ -69,35 +69,6 @@ class Finding:
     measured: float
     limit: float
     holds: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """One request: seconds to its first token, tokens in all, and tokens a second after the first ones."""
-
-    first_s: float
-    tokens: int
-    rate: float
-
-
-def timed(client: Client, prompt: Prompt, drafter: str, max_tokens: int, salt: str) -> Timed:
-    """Streams one greedy answer to its natural end, or to `max_tokens`."""
-    started_s = time.perf_counter()
-    stream = client.stream(
-        list(prompt.token_ids),
-        max_tokens=max_tokens,
-        temperature=0.0,
-        drafter=drafter,
-        cache_salt=salt,
-    )
-    first_s, first_tokens = 0.0, 0
-    for delta in stream:
-        if not first_tokens:
-            first_s, first_tokens = time.perf_counter(), len(delta.token_ids)
-    rest_s = time.perf_counter() - first_s
-    tokens = len(stream.result.token_ids)
-    rest = tokens - first_tokens
-    return Timed(first_s - started_s, tokens, rest / rest_s if rest else 0.0)
 
 
 def measure_speed(options: Options, cluster: LocalCluster, prompts: Sequence[Prompt]) -> list[Finding]:

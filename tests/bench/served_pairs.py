@@ -17,7 +17,7 @@ from core.tokenizer import Tokenizer
 from engine.engine import Engine
 from engine.step_batch import SequenceStep
 from outrider import AsyncClient
-from outrider.requests import Verification
+from outrider.results import Verification
 from tests.bench.goodness_of_fit import FitTest, fit
 
 TEMPERATURE = 1.0

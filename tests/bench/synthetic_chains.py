@@ -19,7 +19,7 @@ from decode.draft import Draft, VerifyItem
 from decode.sampling.draft_noise import DraftDraw, draw_draft
 from decode.sampling.history import TokenHistory
 from decode.sampling.noise import Stream, noise_key
-from decode.verification import rejection
+from decode.verification import distributions, rejection
 from decode.verification.verify import verify
 from tests.bench.goodness_of_fit import FitTest, fit
 
@@ -112,10 +112,10 @@ def _planted(fault: Fault | None) -> Iterator[None]:
 
     match fault:
         case "residual_not_clamped":
-            with patch.object(rejection, "residual_weights", not_clamped):
+            with patch.object(rejection, "residual_probs", not_clamped):
                 yield
         case "noise_reused_in_accept":
-            with patch.object(rejection, "noise_key", reusing(Stream.ACCEPT)):
+            with patch.object(distributions, "noise_key", reusing(Stream.ACCEPT)):
                 yield
         case "noise_reused_in_residual":
             with patch.object(rejection, "noise_key", reusing(Stream.RESIDUAL)):
@@ -201,26 +201,26 @@ def _judge_depth(
     (before, here), (target_probs, draft_probs, kept) = position, exact
     name, emitted = f"{scenario.name} position {depth + 1}", outcome.emitted[:, depth]
     if depth == scenario.draft_length:
-        return [fit(f"{name} bonus", _table(before[here], emitted[here]), target_probs)]
+        return [fit(f"{name} bonus", tabulate(before[here], emitted[here]), target_probs)]
     drafted, accepted = outcome.drafted[:, depth], outcome.accepted > depth
     replaced = here & ~accepted
     rate = kept.sum(axis=1)
     residual = target_probs - kept
     tests = [
-        fit(f"{name} emitted", _table(before[here], emitted[here]), target_probs),
-        fit(f"{name} drafted", _table(before[here], drafted[here]), draft_probs),
+        fit(f"{name} emitted", tabulate(before[here], emitted[here]), target_probs),
+        fit(f"{name} drafted", tabulate(before[here], drafted[here]), draft_probs),
         fit(
             f"{name} acceptance rate",
-            _table(before[here], accepted[here].astype(np.int64), 2),
+            tabulate(before[here], accepted[here].astype(np.int64), 2),
             np.stack([1 - rate, rate], axis=1),
         ),
-        fit(f"{name} accepted", _table(before[accepted], emitted[accepted]), _normalised(kept)),
-        fit(f"{name} residual", _table(before[replaced], emitted[replaced]), _normalised(residual)),
+        fit(f"{name} accepted", tabulate(before[accepted], emitted[accepted]), normalised(kept)),
+        fit(f"{name} residual", tabulate(before[replaced], emitted[replaced]), normalised(residual)),
     ]
     if scenario.verification == "rejection" and not scenario.one_hot:
         cases = before[replaced] * VOCABULARY + drafted[replaced]
-        counts = _table(cases, emitted[replaced], groups=VOCABULARY**2)
-        expected = np.repeat(_normalised(residual), VOCABULARY, axis=0)
+        counts = tabulate(cases, emitted[replaced], groups=VOCABULARY**2)
+        expected = np.repeat(normalised(residual), VOCABULARY, axis=0)
         tests.append(fit(f"{name} residual, whichever draft was rejected", counts, expected))
     return tests
 
@@ -240,16 +240,18 @@ def _kept_mass(verification: VerificationMode, target_probs: Probs, draft_probs:
     return kept
 
 
-def _normalised(mass: Probs) -> Probs:
+def normalised(mass: Probs) -> Probs:
+    """Each row divided by its sum; rows without mass stay 0."""
     clipped = np.where(mass > 1e-12, mass, 0.0)
     total = clipped.sum(axis=1, keepdims=True)
-    normalised: Probs = np.divide(clipped, total, out=np.zeros_like(clipped), where=total > 0)
-    return normalised
+    probs: Probs = np.divide(clipped, total, out=np.zeros_like(clipped), where=total > 0)
+    return probs
 
 
-def _table(
+def tabulate(
     groups_of: Counts, outcomes: Counts, num_outcomes: int = VOCABULARY, groups: int = VOCABULARY
 ) -> Counts:
+    """[groups, num_outcomes]: how often each outcome was seen in each group."""
     table = np.zeros((groups, num_outcomes), np.int64)
     np.add.at(table, (groups_of, outcomes), 1)
     return table

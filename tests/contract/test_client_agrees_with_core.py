@@ -4,12 +4,13 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import grpc
 
 import outrider
-from core import errors, grpc_errors, grpc_options, settings, telemetry_names
-from outrider import channel, tracing
+from core import errors, grpc_errors, grpc_options, records, settings, telemetry_names, wire
+from outrider import channel, requests, results, tracing
 from outrider import errors as client_errors
 from router import metadata
 
@@ -67,6 +68,16 @@ def test_span_and_attribute_names_have_one_spelling() -> None:
     assert {name: getattr(tracing, name) for name in names} == {
         name: getattr(telemetry_names, name) for name in names
     }
+
+
+def test_verification_modes_have_one_spelling() -> None:
+    assert {
+        mode: wire.verification_to_wire(mode) for mode in get_args(records.VerificationMode)
+    } == requests.VERIFICATIONS
+    assert get_args(results.Verification) == get_args(records.VerificationMode)
+    assert {wire.verification_from_wire(value) for value in requests.VERIFICATIONS.values()} == set(
+        requests.VERIFICATIONS
+    )
 
 
 def test_every_error_of_the_server_has_one_of_the_client() -> None:

@@ -21,10 +21,12 @@ def make_tiny_model(
     kv_heads: int = 2,
     vocab: int = 256,
     seed: int = 0,
+    logit_scale: float = 1.0,
 ) -> Path:
     """Write config.json, model.safetensors and tokenizer.json; returns `path`.
 
     Token id i < 256 is byte i; ids from 256 on are special tokens `<|i|>`. Id 0 (the byte NUL) ends a sequence.
+    The usual one is sure of every token; with `logit_scale` 0.1 it is surer of some than of others.
     """
     path.mkdir(parents=True, exist_ok=True)
     config = {
@@ -47,7 +49,9 @@ def make_tiny_model(
         "eos_token_id": 0,
     }
     (path / "config.json").write_text(json.dumps(config, indent=1))
-    save_file(_weights(layers, hidden, kv_heads * (hidden // heads), vocab, seed), path / "model.safetensors")
+    weights = _weights(layers, hidden, kv_heads * (hidden // heads), vocab, seed)
+    weights["model.norm.weight"] *= logit_scale
+    save_file(weights, path / "model.safetensors")
     _tokenizer(vocab).save(str(path / "tokenizer.json"))
     return path
 

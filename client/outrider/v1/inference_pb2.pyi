@@ -44,7 +44,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "seed", "drafter", "request_class", "numerics_class", "model", "route_reason", "verification", "draft_length", "prompt_tokens", "effective_temperature", "trace_id")
+    __slots__ = ("request_id", "seed", "drafter", "request_class", "numerics_class", "model", "route_reason", "verification", "draft_length", "prompt_tokens", "effective_temperature", "trace_id", "approximate")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class Started(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EFFECTIVE_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    APPROXIMATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     seed: int
     drafter: str
@@ -69,7 +70,8 @@ class Started(_message.Message):
     prompt_tokens: int
     effective_temperature: float
     trace_id: str
-    def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., drafter: _Optional[str] = ..., request_class: _Optional[str] = ..., numerics_class: _Optional[str] = ..., model: _Optional[str] = ..., route_reason: _Optional[str] = ..., verification: _Optional[_Union[_common_pb2.Verification, str]] = ..., draft_length: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., effective_temperature: _Optional[float] = ..., trace_id: _Optional[str] = ...) -> None: ...
+    approximate: bool
+    def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., drafter: _Optional[str] = ..., request_class: _Optional[str] = ..., numerics_class: _Optional[str] = ..., model: _Optional[str] = ..., route_reason: _Optional[str] = ..., verification: _Optional[_Union[_common_pb2.Verification, str]] = ..., draft_length: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., effective_temperature: _Optional[float] = ..., trace_id: _Optional[str] = ..., approximate: _Optional[bool] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs")

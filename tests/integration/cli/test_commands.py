@@ -69,6 +69,28 @@ def test_generate_passes_every_option_on(server: ScriptedServer) -> None:
     assert server.router.metadata[0]["x-outrider-tenant"] == "acme"
 
 
+def test_generate_says_that_an_answer_is_approximate(server: ScriptedServer) -> None:
+    arguments = "generate typical --raw --verification typical --allow-approximate --address"
+    done = CliRunner().invoke(app, [*arguments.split(), server.address])
+    assert done.exit_code == 0
+    assert "approximate: typical verification" in " ".join(done.stderr.split())
+    (request,) = server.router.requests
+    assert (request.speculation.verification, request.speculation.allow_approximate) == (4, True)
+
+
+def test_generate_passes_on_how_to_search(server: ScriptedServer) -> None:
+    arguments = "--raw --beam-width 4 --length-penalty 0.5 --early-stopping"
+    for text in ("true", "False", "never"):
+        command = ["generate", "answer", "--address", server.address, *arguments.split(), text]
+        assert CliRunner().invoke(app, command).exit_code == 0
+    sampling = [request.sampling for request in server.router.requests]
+    assert [message.early_stopping for message in sampling] == [2, 1, 3]
+    assert (sampling[0].beam_width, sampling[0].length_penalty) == (4, 0.5)
+    done = CliRunner().invoke(app, ["generate", "x", "--early-stopping", "soon", "--address", server.address])
+    assert done.exit_code == 2
+    assert "early_stopping" in done.stderr
+
+
 def test_generate_passes_a_grammar_on(server: ScriptedServer, tmp_path: Path) -> None:
     schema, ebnf, binary = tmp_path / "schema.json", tmp_path / "grammar.ebnf", tmp_path / "binary"
     schema.write_text('{"type": "null"}')

@@ -118,6 +118,11 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminS
         yield delta("lo", 11, 12)
         yield finished()
 
+    async def _typical(self, argument: str, context: Context) -> AsyncIterator[Response]:
+        yield started(verification=common_pb2.VERIFICATION_TYPICAL, approximate=True)
+        yield delta("Hello", 10, 11, 12)
+        yield finished()
+
     async def _two(self, argument: str, context: Context) -> AsyncIterator[Response]:
         yield started()
         yield delta("b", 2, index=1)

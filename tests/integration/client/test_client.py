@@ -22,6 +22,7 @@ from outrider import (
     UnauthenticatedError,
     UnavailableError,
 )
+from outrider.v1 import common_pb2
 from tests.integration.client.scripted_server import SEED, ScriptedServer, as_json
 
 WAIT_S = 10.0
@@ -84,6 +85,18 @@ def test_choices_are_kept_apart(server: ScriptedServer) -> None:
     assert result.text == "a"
 
 
+@pytest.mark.parametrize(("early_stopping", "wire"), [(None, 0), (False, 1), (True, 2), ("never", 3)])
+def test_what_a_search_is_asked_for_reaches_the_router(
+    server: ScriptedServer, early_stopping: Any, wire: int
+) -> None:
+    with Client(server.address) as client:
+        client.generate("answer", beam_width=4, length_penalty=0.5, early_stopping=early_stopping)
+        with pytest.raises(InvalidArgumentError, match=r"sampling\.early_stopping"):
+            client.generate("answer", beam_width=4, early_stopping="soon")  # type: ignore[arg-type]
+    sampling = server.router.requests[0].sampling
+    assert (sampling.beam_width, sampling.length_penalty, sampling.early_stopping) == (4, 0.5, wire)
+
+
 def test_every_option_reaches_the_router(server: ScriptedServer) -> None:
     options: dict[str, Any] = {
         "max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.25,
@@ -126,6 +139,17 @@ def test_every_option_reaches_the_router(server: ScriptedServer) -> None:
     assert 30 < deadline_s < 61
 
 
+def test_a_result_names_the_mode_and_whether_it_is_approximate(server: ScriptedServer) -> None:
+    with Client(server.address) as client:
+        typical = client.generate("typical", verification="typical", allow_approximate=True)
+        plain = client.generate("answer", verification="block")
+    modes = [request.speculation.verification for request in server.router.requests]
+    assert modes == [common_pb2.VERIFICATION_TYPICAL, common_pb2.VERIFICATION_BLOCK]
+    assert server.router.requests[0].speculation.allow_approximate
+    assert (typical.verification, typical.approximate) == ("typical", True)
+    assert (plain.verification, plain.approximate) == ("invariant", False)
+
+
 def test_absent_options_stay_absent_on_the_wire(server: ScriptedServer) -> None:
     with Client(server.address) as client:
         client.generate("answer", temperature=None)
@@ -161,7 +185,7 @@ def test_prompt_may_be_token_ids_or_messages(server: ScriptedServer) -> None:
         ({"prompt": "a", "bad_words": [3]}, "sampling.bad_words[0]"),
         ({"prompt": "a", "stop_token_ids": [2**40]}, "sampling.stop_token_ids[0]"),
         ({"prompt": "a", "logit_bias": {2**40: 1.0}}, f"sampling.logit_bias[{2**40}]"),
-        ({"prompt": "a", "verification": "typical"}, "speculation.verification"),
+        ({"prompt": "a", "verification": "exact"}, "speculation.verification"),
         ({"prompt": "a", "draft_length": 2**40}, "speculation.draft_length"),
         ({"prompt": "a", "idempotency_key": "naïve"}, "x-outrider-idempotency-key"),
     ],

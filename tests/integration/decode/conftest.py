@@ -11,12 +11,14 @@ from core.settings import (
     DraftersSettings,
     DraftModelSettings,
     HeadSettings,
+    MedusaSettings,
     NgramSettings,
     ScriptedSettings,
 )
 from decode.drafters.heads import KINDS
 from tests.support.decode_stand import DecodeStand, decode_stand
 from tests.support.tiny_heads import make_tiny_head
+from tests.support.tiny_medusa import make_tiny_medusa
 from tests.support.tiny_model import make_tiny_model
 
 VOCAB = 300
@@ -50,14 +52,25 @@ def heads(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[st
     return {name: HeadSettings(artifact=str(made[kind]), min_probability=0.0) for name, kind in KINDS.items()}
 
 
+@pytest.fixture(scope="session")
+def medusa(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> MedusaSettings:
+    """Heads that are often right, with measured rates."""
+    rates = [[0.6, 0.1, 0.05], [0.4, 0.1, 0.05], [0.3, 0.1, 0.05], [0.2, 0.1, 0.05]]
+    artifact = make_tiny_medusa(tmp_path_factory.mktemp("medusa"), tiny_model, rates=rates)
+    return MedusaSettings(artifact=str(artifact), min_probability=0.0)
+
+
 @pytest.fixture
-def all_drafters(script: Path, tiny_model: Path, heads: dict[str, HeadSettings]) -> DecodeSettings:
+def all_drafters(
+    script: Path, tiny_model: Path, heads: dict[str, HeadSettings], medusa: MedusaSettings
+) -> DecodeSettings:
     """Every drafter; the draft model is the target itself, so that much is accepted."""
     return DecodeSettings(
         drafters=DraftersSettings(
             **heads,
             ngram=NgramSettings(min_match=1),
             draft_model=DraftModelSettings(model=str(tiny_model)),
+            medusa=medusa,
             scripted=ScriptedSettings(script=str(script)),
         )
     )

@@ -45,10 +45,12 @@ BAD: dict[str, list[dict[str, object]]] = {
     "sampling.stop": [{"stop": ("",)}],
     "sampling.n": [{"n": 0}, {"n": 33}],
     "sampling.logprobs": [{"logprobs": -1}],
-    "speculation.drafter": [{"drafter": "eagle"}],
+    "speculation.drafter": [{"drafter": "oracle"}],
     "speculation.draft_length": [{"draft_length": -1}, {"draft_length": 10**6}],
     "speculation.draft_width": [{"draft_width": 0}, {"draft_width": 99}],
+    "speculation.verification": [{"verification": "typical"}],
 }
+SPECULATION = {"drafter", "draft_length", "draft_width", "verification"}
 
 
 @pytest.mark.parametrize(
@@ -60,9 +62,7 @@ async def test_bad_input_is_refused_naming_the_field_beside_a_healthy_request(
     shared: DecodeStand, field: str, change: dict[str, object]
 ) -> None:
     prompt = change.pop("prompt", None) if "prompt" in change else None
-    speculation = {
-        key: value for key, value in change.items() if key in {"drafter", "draft_length", "draft_width"}
-    }
+    speculation = {key: value for key, value in change.items() if key in SPECULATION}
     sampling = {key: value for key, value in change.items() if key not in speculation}
     request = shared.request(
         prompt_of(20) if prompt is None else prompt,  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.records import SamplingParams, SpeculationParams
+from core.records import SamplingParams, SpeculationParams, VerificationMode
 from tests.integration.decode.conftest import prompt_of
 from tests.support.decode_stand import Answer, DecodeStand
 
@@ -20,6 +20,8 @@ DRAFTERS = (
     SpeculationParams(drafter="eagle3", draft_length=4, draft_width=4),
     SpeculationParams(drafter="eagle3", draft_length=3, draft_width=1),
     SpeculationParams(drafter="mtp", draft_length=4, draft_width=2),
+    SpeculationParams(drafter="medusa", draft_length=4, draft_width=1),
+    SpeculationParams(drafter="medusa", draft_length=4, draft_width=3),
     SpeculationParams(drafter="scripted-right", draft_length=6),
     SpeculationParams(drafter="scripted-wrong", draft_length=4),
     SpeculationParams(drafter="scripted-tree", draft_length=5),
@@ -140,15 +142,42 @@ async def test_the_end_is_impossible_before_min_tokens_and_allowed_after(
         assert seen(answer) == seen(plain)
 
 
-async def test_rejection_verification_serves_chains_and_counts(stand: DecodeStand) -> None:
+MODES: tuple[VerificationMode, ...] = ("rejection", "block", "typical")
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_every_other_mode_serves_and_counts_chains_and_trees(
+    stand: DecodeStand, mode: VerificationMode
+) -> None:
     prompt = prompt_of(30)
     await record(stand, prompt, SAMPLED)
-    for drafter in ("draft_model", "ngram", "scripted-tree", "scripted-right"):
-        speculation = SpeculationParams(drafter=drafter, draft_length=4, verification="rejection")
+    nodes = depths = accepted = 0
+    for drafter in ("draft_model", "ngram", "medusa", "eagle3", "scripted-tree", "scripted-right"):
+        speculation = SpeculationParams(
+            drafter=drafter, draft_length=4, verification=mode, allow_approximate=True
+        )
         answer = await stand.ask(prompt, replace(SAMPLED, ignore_eos=True), speculation)
         assert len(answer.ids) == 32
         assert answer.report is not None
         assert answer.report.fallback_reason == ""
+        nodes += answer.report.proposed_nodes
+        depths += answer.report.draft_length_sum
+        accepted += answer.report.accepted_tokens
+    assert accepted > 0
+    assert (nodes > depths) == (mode != "block"), "block verification drafts chains, the others trees"
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_every_mode_gives_the_greedy_answer_at_temperature_zero(
+    stand: DecodeStand, mode: VerificationMode
+) -> None:
+    prompt = prompt_of(30)
+    plain = await record(stand, prompt, HARD["greedy"])
+    for drafter in ("draft_model", "ngram", "scripted-tree", "scripted-wrong"):
+        speculation = SpeculationParams(
+            drafter=drafter, draft_length=4, verification=mode, allow_approximate=True
+        )
+        assert seen(await stand.ask(prompt, HARD["greedy"], speculation)) == seen(plain)
 
 
 async def test_several_choices_equal_themselves_under_every_drafter(stand: DecodeStand) -> None:

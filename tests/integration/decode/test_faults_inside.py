@@ -1,6 +1,7 @@
 """Broken drafters, broken steps, bad numbers and slow readers cost one request at most."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,52 @@ async def test_a_drafter_that_raises_is_taken_off_its_requests_only(stand: Decod
         assert answer.report.fallback_reason == "drafter_error"
         assert stand.worker.metrics.totals()["outrider.speculation.fallbacks"] == 1
     assert neighbour.report.fallback_reason == ""
+    del stand.worker.drafters["broken"]
+
+
+class _Slow(_Broken):
+    """Takes its time in every proposal."""
+
+    def propose(self, budgets: Sequence[DraftBudget]) -> Sequence[Draft]:
+        self.raised += 1
+        time.sleep(0.05)
+        return super().propose(budgets)
+
+
+class _Lost(_Broken):
+    """Its numbers are none."""
+
+    def propose(self, budgets: Sequence[DraftBudget]) -> Sequence[Draft]:
+        self.raised += 1
+        return [Draft(fault="draft_not_finite") for _ in budgets]
+
+
+async def test_a_drafter_that_stalls_is_taken_off_its_requests(tiny_model: Path, script: Path) -> None:
+    settings = DecodeSettings(drafter_stall_s=0.02)
+    async with decode_stand(tiny_model, script, decode=settings) as stand:
+        slow = _Slow("")
+        stand.worker.drafters["broken"] = slow
+        plain = await stand.ask(prompt_of(30), SAMPLED)
+        answer = await stand.ask(prompt_of(30), SAMPLED, SpeculationParams(drafter="broken"))
+        assert slow.raised == 1
+        assert answer.ids == plain.ids
+        assert answer.report is not None
+        assert answer.report.fallback_reason == "drafter_stall"
+
+
+async def test_a_drafter_whose_numbers_are_none_is_reported_and_plain_steps_follow(
+    stand: DecodeStand,
+) -> None:
+    lost = _Lost("")
+    stand.worker.drafters["broken"] = lost
+    plain = await stand.ask(prompt_of(30), SAMPLED)
+    answer = await stand.ask(prompt_of(30), SAMPLED, SpeculationParams(drafter="broken", draft_length=4))
+    assert lost.raised > 1
+    assert answer.ids == plain.ids
+    assert answer.report is not None
+    assert answer.report.fallback_reason == "draft_not_finite"
+    assert answer.report.proposed_nodes == 0
+    assert stand.worker.metrics.totals()["outrider.speculation.fallbacks"] == 1
     del stand.worker.drafters["broken"]
 
 

@@ -15,7 +15,7 @@ from tests.support.decode_stand import DecodeStand, decode_stand
 
 SAMPLED = SamplingParams(temperature=12.0, max_tokens=24, seed=7)
 BLOCK = 16
-DRAFTERS = ("none", "ngram", "scripted-right", "scripted-wrong", "scripted-tree", "draft_model")
+DRAFTERS = ("none", "ngram", "scripted-right", "scripted-wrong", "scripted-tree", "draft_model", "medusa")
 
 
 def small_pool(num_blocks: int) -> EngineSettings:

@@ -74,10 +74,14 @@ async def test_a_deployment_without_a_corpus_says_which_drafters_it_has(stand: D
     assert "'rest' is not hosted here" in answer.error.message
 
 
-async def test_rejection_keeps_to_the_chain(tiny_model: Path, script: Path, corpus: Path) -> None:
+async def test_rejection_verifies_trees(tiny_model: Path, script: Path, corpus: Path) -> None:
     drafters = DraftersSettings(rest=RestSettings(corpus=str(corpus), min_match=1))
     async with decode_stand(tiny_model, script, decode=DecodeSettings(drafters=drafters)) as stand:
         speculation = replace(SPECULATIONS[2], verification="rejection")
+        wider = 0
         for answer in await answers(stand, SAMPLED, speculation):
             assert len(answer.ids) == SAMPLED.max_tokens
+            assert answer.report is not None
+            wider += answer.report.proposed_nodes - answer.report.draft_length_sum
+        assert wider > 0
         await stand.idle()

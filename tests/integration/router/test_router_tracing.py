@@ -83,6 +83,26 @@ async def test_a_cancelled_request_ends_its_span_with_its_status(exporter: InMem
     assert not router.status.is_ok
 
 
+async def test_the_first_message_names_the_mode_and_says_when_it_is_approximate() -> None:
+    asked = [
+        common_pb2.SpeculationParams(verification=common_pb2.VERIFICATION_TYPICAL, allow_approximate=True),
+        common_pb2.SpeculationParams(verification=common_pb2.VERIFICATION_BLOCK, allow_approximate=True),
+        common_pb2.SpeculationParams(),
+    ]
+    seen = []
+    async with router_stand() as stand:
+        for speculation in asked:
+            message = request("hello")
+            message.speculation.CopyFrom(speculation)
+            reply = await collect(stand.inference.Generate(message))
+            seen.append((reply.started.verification, reply.started.approximate))
+    assert seen == [
+        (common_pb2.VERIFICATION_TYPICAL, True),
+        (common_pb2.VERIFICATION_BLOCK, False),
+        (common_pb2.VERIFICATION_INVARIANT, False),
+    ]
+
+
 async def test_neighbours_with_different_drafters_each_get_what_they_asked_for() -> None:
     asked = [
         common_pb2.SpeculationParams(drafter="none"),

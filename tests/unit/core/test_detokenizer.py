@@ -74,6 +74,21 @@ def test_pushes_and_flush_join_to_what_the_library_decodes(
         assert tokenizer.decode(ids, skip_special) == expected
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fork_goes_on_as_the_one_it_was_made_of_and_leaves_it_alone(
+    tokenizers: dict[str, Tokenizer], family: str
+) -> None:
+    tokenizer = tokenizers[family]
+    chance = random.Random(4)
+    for _ in range(500):
+        ids, other = ([chance.randrange(tokenizer.vocab_size) for _ in range(8)] for _ in range(2))
+        first = IncrementalDetokenizer(tokenizer)
+        before = first.push(ids[:4])
+        fork = first.fork()
+        assert before + fork.push(other) + fork.flush() == tokenizer.decode(ids[:4] + other)
+        assert before + first.push(ids[4:]) + first.flush() == tokenizer.decode(ids)
+
+
 @given(text=st.text())
 def test_any_text_survives_encoding_and_streaming(text: str) -> None:
     alphabet = {byte: character for character, byte in byte_alphabet().items()}

@@ -87,6 +87,16 @@ def test_gauges_are_read_at_the_scrape(server: MetricsServer) -> None:
     assert found["outrider_load[('state', 'running')]"] == 0
 
 
+def test_the_cache_of_earlier_answers_is_read_at_the_scrape(server: MetricsServer) -> None:
+    held, events = {"answers": 1, "tokens": 30}, {"lookup": 2, "hit": 1}
+    server.metrics.observe_cache(lambda: held, lambda: events)
+    assert samples(server)["outrider_speculation_cache_held[('kind', 'tokens')]"] == 30
+    held["tokens"], events["hit"] = 20, 5
+    found = samples(server)
+    assert found["outrider_speculation_cache_held[('kind', 'tokens')]"] == 20
+    assert found["outrider_speculation_cache_events_total[('event', 'hit')]"] == 5
+
+
 def test_depth_as_a_label_is_bounded(server: MetricsServer) -> None:
     deep = SpeculationReport(drafter="ngram", position_offered=(1,) * 500)
     server.metrics.speculation(deep)

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,97 @@ def test_a_drafter_that_costs_more_than_it_brings_is_left_out_beside_one_that_pa
     assert lengths[0] == 0
     assert lengths[1] > 0
     assert lengths[2] > 0
+
+
+def rate_by_hand(candidates: list[DraftCandidate], lengths: Sequence[int], costs: StepCosts) -> float:
+    """Expected tokens a second, straight from the definition."""
+    tokens, rows = 0.0, costs.other_rows
+    for drafting, length in zip(candidates, lengths, strict=True):
+        tokens += sum(math.prod(drafting.rates[:depth]) for depth in range(length + 1))
+        rows += 1 + (drafting.auxiliary_rows + drafting.width * length if length else 0)
+    draft = 0.0
+    for name, table in costs.drafters.items():
+        longest = max((k for c, k in zip(candidates, lengths, strict=True) if c.drafter == name), default=0)
+        draft += table[longest] if longest else 0.0
+    return tokens / (costs.target[rows] + draft)
+
+
+def best_rate_by_hand(candidates: list[DraftCandidate], costs: StepCosts) -> float:
+    rooms = [range(len(drafting.rates) + 1) for drafting in candidates]
+    return max(rate_by_hand(candidates, lengths, costs) for lengths in itertools.product(*rooms))
+
+
+def random_candidates(generator: random.Random, count: int, *, unlike: bool) -> list[DraftCandidate]:
+    width, auxiliary = generator.randint(1, 4), 0
+    candidates = []
+    for _ in range(count):
+        if unlike:
+            width, auxiliary = generator.randint(1, 4), generator.choice([0, 0, 3, 7, 20])
+        rates = tuple(generator.uniform(0.35, 0.97) for _ in range(generator.randint(1, 4)))
+        name = f"lookahead-{width}" if auxiliary else "ngram"
+        candidates.append(DraftCandidate(name, rates, width=width, auxiliary_rows=auxiliary))
+    return candidates
+
+
+def random_table(generator: random.Random, *, affine: bool) -> list[float]:
+    """Seconds by rows: a straight line, or any way up, flats and cliffs included."""
+    if affine:
+        slope = generator.choice([0.0, 0.0002, 0.001, 0.004])
+        return [0.01 + slope * rows for rows in range(400)]
+    climbs = (generator.choice([0.0, 0.0, 0.0, 0.0004, 0.003]) for _ in range(400))
+    return list(itertools.accumulate(climbs, initial=0.01))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_of_one_price_and_any_rows_at_affine_cost_give_the_global_maximum(seed: int) -> None:
+    generator = random.Random(seed)
+    for unlike, affine in ((False, False), (False, True), (True, True)):
+        candidates = random_candidates(generator, 4, unlike=unlike)
+        costs = StepCosts(random_table(generator, affine=affine), {}, other_rows=generator.randrange(30))
+        rate = rate_by_hand(candidates, choose_draft_lengths(candidates, costs), costs)
+        assert rate == pytest.approx(best_rate_by_hand(candidates, costs), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_choice_with_auxiliary_rows_gets_the_global_maximum_at_any_cost(seed: int) -> None:
+    generator = random.Random(seed)
+    (drafting,) = random_candidates(generator, 1, unlike=True)
+    draft = [0.0, *sorted(generator.uniform(0.0, 0.004) for _ in range(4))]
+    costs = StepCosts(random_table(generator, affine=False), {drafting.drafter: draft})
+    (length,) = choose_draft_lengths([drafting], costs)
+    assert rate_by_hand([drafting], [length], costs) == pytest.approx(best_rate_by_hand([drafting], costs))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_unlike_rows_at_any_cost_miss_one_draft_of_the_batch_at_most(seed: int) -> None:
+    generator = random.Random(seed)
+    candidates = random_candidates(generator, 4, unlike=True)
+    costs = StepCosts(random_table(generator, affine=False), {})
+    rate = rate_by_hand(candidates, choose_draft_lengths(candidates, costs), costs)
+    one_draft = max(
+        sum(math.prod(drafting.rates[:depth]) for depth in range(1, len(drafting.rates) + 1))
+        for drafting in candidates
+    )
+    assert rate >= best_rate_by_hand(candidates, costs) * (1 - one_draft / len(candidates))
+
+
+def test_auxiliary_rows_are_paid_before_the_first_token() -> None:
+    step = [0.0, *(0.010 + 0.0005 * rows for rows in range(1, 64))]
+    free = choose_draft_lengths([candidate(0.6, room=2)], StepCosts(step, {}))
+    assert free == [2]
+    window = candidate(0.6, room=2, auxiliary_rows=7)
+    assert choose_draft_lengths([window], StepCosts(step, {})) == [2], "1.96 tokens for 10 rows"
+    assert choose_draft_lengths([replace(window, auxiliary_rows=40)], StepCosts(step, {})) == [0]
+    assert choose_draft_lengths([replace(window, width=20)], StepCosts(step, {})) == [0]
+
+
+def test_rows_of_held_choices_load_the_step() -> None:
+    cliff = [0.010] * 16 + [0.030] * 64
+    held = candidate(0.9, room=2, fixed=2, width=3, auxiliary_rows=7)
+    (_, moved) = choose_draft_lengths([held, candidate(0.9, room=4)], StepCosts(cliff, {}))
+    assert moved == 0, "root, window and nodes of the one and the root of the other are 15 rows"
+    (_, moved) = choose_draft_lengths([replace(held, width=1), candidate(0.9, room=4)], StepCosts(cliff, {}))
+    assert moved == 4
 
 
 def test_fixed_lengths_are_used_as_given_and_cut_by_room_only() -> None:
@@ -273,8 +365,19 @@ def test_removed_choices_leave_nothing_behind() -> None:
     controller.check()
 
 
-def test_planning_a_batch_of_eight_is_cheap() -> None:
-    controller = controller_with(8)
+def test_the_controller_knows_the_rows_of_a_choice() -> None:
+    step = {rows: 0.010 + 0.0008 * rows for rows in range(1, 65)}
+    controller = DraftLengthController(64, step)
+    controller.add(ControlledChoice(0, "ngram", "chat", 4, 4))
+    controller.add(ControlledChoice(1, "lookahead", "chat", 2, 2, width=3, auxiliary_rows=40))
+    chain, window = controller.plan([PlanEntry(0, 4), PlanEntry(1, 2)])
+    assert chain > 0
+    assert window == 0
+
+
+@pytest.mark.parametrize("rows", [{}, {"width": 3, "auxiliary_rows": 7}], ids=["chains", "windows"])
+def test_planning_a_batch_of_eight_is_cheap(rows: dict[str, int]) -> None:
+    controller = controller_with(8, **rows)
     entries = [PlanEntry(key, 8) for key in range(8)]
     started = time.process_time()
     for _ in range(400):

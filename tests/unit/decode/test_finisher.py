@@ -1,6 +1,8 @@
 """Ends of an answer and its text (CASES B01, B02, B12)."""
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +23,9 @@ class ByteText:
 
     def flush(self) -> str:
         return ""
+
+    def fork(self) -> Self:
+        return copy.copy(self)
 
 
 class HalfText(ByteText):

@@ -21,8 +21,16 @@ def rows(plan: StepPlan) -> int:
 
 
 def test_every_choice_gets_its_draft_where_there_is_room() -> None:
-    plan = plan_step([ChoiceView(1, 4, 4), ChoiceView(2, 0, 0), ChoiceView(3, 3, 9, width=3)], [], 64, False)
+    plan = plan_step([ChoiceView(1, 4, 4), ChoiceView(2, 0, 0), ChoiceView(3, 3, 9)], [], 64, False)
     assert [(c.key, c.draft_length, c.max_nodes) for c in plan.choices] == [(1, 4, 4), (2, 0, 0), (3, 3, 9)]
+
+
+def test_auxiliary_rows_are_granted_beside_the_nodes_and_none_without_a_draft() -> None:
+    plan = plan_step([ChoiceView(1, 2, 2 * 3 + 7), ChoiceView(2, 0, 13)], [PrefillView(3, 500)], 32, False)
+    assert [(c.draft_length, c.max_nodes) for c in plan.choices] == [(2, 13), (0, 0)]
+    assert plan.prefills[0].rows == 32 - 2 - 13
+    short = plan_step([ChoiceView(1, 2, 13), ChoiceView(2, 4, 4)], [], 10, False)
+    assert [(c.draft_length, c.max_nodes) for c in short.choices] == [(2, 4), (4, 4)]
 
 
 def test_drafts_share_what_roots_leave() -> None:
@@ -54,7 +62,7 @@ def test_a_drafters_own_prompt_work_shares_the_budget() -> None:
 @pytest.mark.parametrize("num_prefills", [0, 1, 3])
 @pytest.mark.parametrize("drafter_pending", [False, True])
 def test_the_budget_is_never_exceeded(num_choices: int, num_prefills: int, drafter_pending: bool) -> None:
-    choices = [ChoiceView(key, key % 9, 3 * (key % 9), width=3) for key in range(num_choices)]
+    choices = [ChoiceView(key, key % 9, 3 * (key % 9) + 7 * (key % 9 > 0)) for key in range(num_choices)]
     prefills = [PrefillView(100 + key, 17 * (key + 1)) for key in range(num_prefills)]
     assert rows(plan_step(choices, prefills, 32, drafter_pending)) <= 32
 
@@ -62,6 +70,24 @@ def test_the_budget_is_never_exceeded(num_choices: int, num_prefills: int, draft
 def test_more_choices_than_rows_step_in_turn() -> None:
     plan = plan_step([ChoiceView(key, 0, 0) for key in range(40)], [], 32, False)
     assert [choice.key for choice in plan.choices] == list(range(32))
+
+
+def test_a_search_takes_a_row_for_each_hypothesis_and_waits_for_its_turn_whole() -> None:
+    wide = ChoiceView(1, 0, 0, num_roots=20)
+    plan = plan_step([ChoiceView(0, 8, 8), wide, ChoiceView(2, 8, 8)], [], 32, False)
+    assert [(choice.key, choice.max_nodes) for choice in plan.choices] == [(0, 5), (1, 0), (2, 5)]
+    plan = plan_step([ChoiceView(0, 4, 4), wide, ChoiceView(2, 4, 4)], [PrefillView(9, 50)], 24, False)
+    assert [choice.key for choice in plan.choices] == [0]
+
+
+def test_a_search_whose_turn_it_is_steps_however_wide_it_is() -> None:
+    wide = ChoiceView(1, 0, 0, num_roots=24)
+    plan = plan_step([wide, ChoiceView(2, 4, 4)], [PrefillView(9, 50)], 24, False)
+    assert [choice.key for choice in plan.choices] == [1]
+    assert plan.prefills == ()
+    plan = plan_step([wide, ChoiceView(2, 4, 4)], [PrefillView(9, 50)], 40, False)
+    assert [choice.key for choice in plan.choices] == [1, 2]
+    assert 24 + 1 + plan.choices[1].max_nodes + plan.prefills[0].rows <= 40
 
 
 def waiting(*sizes: int, overtaken: int = 0) -> list[WaitingView]:

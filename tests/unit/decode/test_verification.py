@@ -14,7 +14,7 @@ from decode.draft import Draft, Verdict, VerifyItem
 from decode.sampling import native
 from decode.sampling.draft_noise import DraftDraw, draw_draft
 from decode.sampling.history import TokenHistory
-from decode.verification.rejection import residual_weights
+from decode.verification.rejection import residual_probs
 from decode.verification.verify import verify
 
 VOCABULARY = 40
@@ -126,7 +126,8 @@ def test_neighbours_order_and_logits_offset_do_not_change_a_verdict() -> None:
     for index in range(8):
         sampling = PARAMETERS[index % 4]
         draft = [right_chain, wrong_chain, half_right_tree][index % 3](history, plain_answer(sampling, index))
-        mode: VerificationMode = "rejection" if index in (0, 4) and draft.is_chain else "invariant"
+        modes: tuple[VerificationMode, ...] = ("rejection", "invariant", "block", "typical")
+        mode = modes[index % 4] if draft.is_chain else "rejection"
         start = sum(len(part) for part in rows)
         items.append(VerifyItem(sampling, index, 0, history, 2, start, draft, mode))
         rows.append(target_rows(history, draft))
@@ -154,7 +155,7 @@ def test_an_answer_resumed_in_the_middle_goes_on_as_before() -> None:
 
 
 def test_a_step_without_a_draft_draws_one_token() -> None:
-    modes: tuple[VerificationMode, ...] = ("invariant", "rejection")
+    modes: tuple[VerificationMode, ...] = ("invariant", "rejection", "block", "typical")
     for mode in modes:
         item = VerifyItem(PARAMETERS[1], 3, 0, TokenHistory([1, 2]), 2, 0, verification=mode)
         (verdict,) = verify([item], TABLE[[2]])
@@ -206,37 +207,37 @@ def test_nothing_outside_the_truncated_set_is_emitted_in_either_mode() -> None:
     assert len(seen["other"]) > 5, "a neighbour keeps its own parameters"
 
 
-def test_rejection_refuses_a_tree_before_it_draws() -> None:
-    tree = Draft((1, 2), (0, 0))
-    with pytest.raises(ValueError, match="chains only"):
-        verify([VerifyItem(SamplingParams(), 1, 0, TokenHistory([1]), 1, 0, tree, "rejection")], TABLE[:3])
-
-
-def test_greedy_rejection_emits_the_greedy_answer() -> None:
+@pytest.mark.parametrize("mode", ["rejection", "block", "typical"])
+def test_every_mode_emits_the_greedy_answer(mode: VerificationMode) -> None:
     history = TokenHistory([1, 2])
     rest = plain_answer(SamplingParams(), 3)
     for chain in (tuple(rest[:3]), (rest[0], (rest[1] + 1) % VOCABULARY, rest[2])):
         draft = Draft(chain, (0, 1, 2))
-        item = VerifyItem(SamplingParams(), 3, 0, history, 2, 0, draft, "rejection")
+        item = VerifyItem(SamplingParams(), 3, 0, history, 2, 0, draft, mode)
         (verdict,) = verify([item], target_rows(history, draft))
-        assert list(verdict.token_ids) == rest[: len(verdict.token_ids)]
+        accepted = 3 if chain[1] == rest[1] else 1
+        assert verdict.accepted_rows == tuple(range(1, accepted + 1))
+        assert list(verdict.token_ids) == rest[: accepted + 1]
 
 
 def test_a_residual_without_mass_falls_back_to_the_target() -> None:
     target_probs = np.array([0.25, 0.75])
-    assert residual_weights(target_probs, target_probs, 0) is target_probs
-    assert residual_weights(np.array([1.0, 0.0]), None, 0).tolist() == [1.0, 0.0]
-    assert residual_weights(target_probs, np.array([0.5, 0.5]), 0).tolist() == [0.0, 0.25]
+    assert residual_probs(target_probs, target_probs, 0) is target_probs
+    assert residual_probs(np.array([1.0, 0.0]), None, 0).tolist() == [1.0, 0.0]
+    assert residual_probs(target_probs, np.array([0.5, 0.5]), 0).tolist() == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("mode", ["rejection", "block"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 0.0])
-def test_draft_probs_that_are_no_distribution_cut_the_chain_before_them(bad: float) -> None:
+def test_draft_probs_that_are_no_distribution_cut_the_chain_before_them(
+    bad: float, mode: VerificationMode
+) -> None:
     history = TokenHistory([1, 2])
     draft_probs = torch.full((2, VOCABULARY), 1.0 / VOCABULARY)
     draft_probs[1] = 0.0
     draft_probs[1, 3] = bad
     draft = Draft((plain_answer(SamplingParams(), 1)[0], 3), (0, 1), draft_probs)
-    item = VerifyItem(SamplingParams(), 1, 0, history, 2, 0, draft, "rejection")
+    item = VerifyItem(SamplingParams(), 1, 0, history, 2, 0, draft, mode)
     (verdict,) = verify([item], target_rows(history, draft))
     assert verdict.error is None
     assert verdict.accepted_rows == (1,)
@@ -263,6 +264,7 @@ def rejected_verdicts() -> list[Verdict]:
         assert drawn is not None
         assert drawn.draft_probs is not None
         draft = Draft((drawn.token_id,), (0,), drawn.draft_probs[None])
-        item = VerifyItem(sampling, seed, 0, history, 2, 0, draft, "rejection")
-        verdicts += verify([item], target_rows(history, draft))
+        modes: tuple[VerificationMode, ...] = ("rejection", "block", "typical")
+        items = [VerifyItem(sampling, seed, 0, history, 2, 0, draft, mode) for mode in modes]
+        verdicts += verify(items, target_rows(history, draft))
     return verdicts

@@ -84,6 +84,8 @@ def test_a_policy_file_changes_what_it_names_and_nothing_else() -> None:
         ("[class.code]\ndraft_length = -1", "class.code.draft_length"),
         ("[class.code]\ndraft_length = 1000000", "class.code.draft_length"),
         ('[class.code]\ndrafter = "auto"', "class.code.drafter"),
+        ("[class.code]\ndrafter = []", "class.code.drafter"),
+        ('[class.code]\ndrafter = ["ngram", "auto"]', "class.code.drafter"),
         ("[classes.code]\ndraft_length = 2", "classes"),
         ("class = 3", "class"),
     ],
@@ -113,6 +115,9 @@ POLICY = ClassPolicy(drafter="ngram", draft_length=5)
         (SpeculationParams(drafter="none", draft_length=0), POLICY, "none", 0, True),
         (SpeculationParams(), ClassPolicy(drafter="ngram", draft_length=64), "ngram", 16, False),
         (SpeculationParams(), ClassPolicy(drafter="eagle", draft_length=4), "none", None, False),
+        (SpeculationParams(), ClassPolicy(drafter=("eagle", "ngram"), draft_length=4), "ngram", 4, False),
+        (SpeculationParams(), ClassPolicy(drafter=("eagle", "mtp")), "none", None, False),
+        (SpeculationParams(), ClassPolicy(drafter=("none", "ngram")), "none", None, False),
         (SpeculationParams(drafter="eagle", draft_length=4), POLICY, "none", 0, True),
     ],
 )

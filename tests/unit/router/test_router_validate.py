@@ -45,6 +45,14 @@ def speculation(**values: object) -> Change:
     return lambda request: request.speculation.MergeFrom(common_pb2.SpeculationParams(**values))  # type: ignore[arg-type]
 
 
+def beams(**values: object) -> Change:
+    return sampling(beam_width=4, **values)
+
+
+def both(first: Change, second: Change) -> Change:
+    return lambda request: (first(request), second(request))
+
+
 def token_ids(*ids: int) -> Change:
     return lambda request: request.token_ids.CopyFrom(common_pb2.TokenIds(ids=ids))
 
@@ -113,6 +121,29 @@ BAD: list[tuple[str, Change]] = [
     ("sampling.logprobs", sampling(logprobs=-1)),
     ("sampling.logprobs", sampling(logprobs=21)),
     *[("sampling.n", sampling(n=value)) for value in (0, -1, 5)],
+    *[("sampling.beam_width", sampling(beam_width=value)) for value in (0, -1, 17)],
+    *[("sampling.length_penalty", beams(length_penalty=value)) for value in (math.nan, -math.inf, 10.5)],
+    ("sampling.early_stopping", beams(early_stopping=9)),
+    ("sampling.length_penalty", sampling(length_penalty=1.0)),
+    ("sampling.length_penalty", sampling(length_penalty=1.0, beam_width=1)),
+    ("sampling.early_stopping", sampling(early_stopping=common_pb2.EARLY_STOPPING_FALSE)),
+    *[("sampling.temperature", beams(temperature=value)) for value in (1e-3, 0.7)],
+    ("sampling.top_k", beams(top_k=5)),
+    ("sampling.top_p", beams(top_p=0.9)),
+    ("sampling.min_p", beams(min_p=0.1)),
+    ("sampling.seed", beams(seed=0)),
+    ("sampling.n", beams(n=2)),
+    ("sampling.grammar", beams(regex="a+")),
+    ("resume_token_ids", resume([1], beam_width=2)),
+    *[
+        (f"speculation.{next(iter(values))}", both(beams(), speculation(**values)))
+        for values in (
+            {"drafter": "ngram"},
+            {"draft_length": 0},
+            {"draft_width": 1},
+            {"verification": common_pb2.VERIFICATION_REJECTION},
+        )
+    ],
     *[
         ("sampling.grammar", sampling(**{kind: text}))
         for kind in ("json_schema", "regex", "ebnf")
@@ -131,7 +162,8 @@ BAD: list[tuple[str, Change]] = [
     ("speculation.draft_length", speculation(draft_length=-1)),
     ("speculation.draft_length", speculation(drafter="none", draft_length=4)),
     *[("speculation.draft_width", speculation(draft_width=value)) for value in (0, -1, 9, 10**6)],
-    ("speculation.draft_width", speculation(draft_width=2, verification=common_pb2.VERIFICATION_REJECTION)),
+    ("speculation.draft_width", speculation(draft_width=2, verification=common_pb2.VERIFICATION_BLOCK)),
+    ("speculation.verification", speculation(verification=common_pb2.VERIFICATION_TYPICAL)),
     ("speculation.verification", speculation(verification=17)),
     ("request_class", lambda request: setattr(request, "request_class", "poetry")),
     ("adapter", lambda request: setattr(request, "adapter", "lora-1")),
@@ -164,9 +196,16 @@ GOOD: list[Change] = [
     speculation(drafter="ngram", draft_length=16, draft_width=8),
     speculation(drafter="none", draft_length=0),
     speculation(allow_approximate=True),
+    speculation(allow_approximate=True, verification=common_pb2.VERIFICATION_TYPICAL),
+    speculation(draft_width=8, verification=common_pb2.VERIFICATION_REJECTION),
     resume([1, 2], seed=3, temperature=0.8),
     resume([1, 2]),
     token_ids(0, 99),
+    sampling(beam_width=1),
+    sampling(beam_width=16, length_penalty=-10.0, early_stopping=common_pb2.EARLY_STOPPING_NEVER),
+    beams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, n=1, logprobs=2, min_tokens=3, stop=["x"]),
+    both(beams(), speculation(drafter="none", verification=common_pb2.VERIFICATION_INVARIANT)),
+    both(beams(), speculation(drafter="auto")),
     sampling(regex="a" * 2048),
     sampling(ebnf='root ::= "a"', ignore_eos=False),
 ]
@@ -194,9 +233,19 @@ def test_a_class_may_be_given_in_several_spellings(spelling: str, known: str) ->
     assert check(Request(text="x", request_class=spelling)).request_class == known
 
 
-def test_rejection_verification_drafts_chains_by_default() -> None:
-    checked = check(changed(speculation(verification=common_pb2.VERIFICATION_REJECTION)))
-    assert checked.speculation.draft_width == 1
+def test_block_verification_drafts_chains_by_default_and_rejection_what_the_drafter_likes() -> None:
+    block = check(changed(speculation(verification=common_pb2.VERIFICATION_BLOCK)))
+    assert (block.speculation.verification, block.speculation.draft_width) == ("block", 1)
+    rejection = check(changed(speculation(verification=common_pb2.VERIFICATION_REJECTION)))
+    assert rejection.speculation.draft_width is None
+
+
+def test_what_a_search_is_asked_for_reaches_its_record() -> None:
+    early = common_pb2.EARLY_STOPPING_TRUE
+    searched = check(changed(beams(length_penalty=0.5, early_stopping=early))).sampling
+    assert (searched.beam_width, searched.length_penalty, searched.early_stopping) == (4, 0.5, True)
+    plain = check(Request(text="x")).sampling
+    assert (plain.beam_width, plain.length_penalty, plain.early_stopping) == (1, 1.0, False)
 
 
 def test_drafter_names_are_not_judged_while_no_worker_is_known() -> None:
@@ -233,7 +282,9 @@ any_sampling = st.fixed_dictionaries(
             ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
             numbers,
         ),
-        **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n", "logprobs"), integers),
+        "length_penalty": numbers,
+        **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n", "logprobs", "beam_width"), integers),
+        "early_stopping": st.integers(0, 5),
         "seed": st.integers(0, 2**64 - 1),
         "stop": st.lists(st.text(max_size=4), max_size=3),
         "bad_words": st.lists(st.text(max_size=4), max_size=3),
@@ -247,7 +298,7 @@ any_speculation = st.fixed_dictionaries(
         "drafter": st.sampled_from(["auto", "none", "ngram", "", "x"]),
         "draft_length": integers,
         "draft_width": integers,
-        "verification": st.integers(0, 4),
+        "verification": st.integers(0, 6),
         "allow_approximate": st.booleans(),
     },
 )
@@ -269,5 +320,9 @@ def test_whatever_comes_is_refused_by_name_or_safe_for_a_worker(
     assert 0 < safe.top_p <= 1
     assert 0 <= safe.temperature < math.inf
     assert 0 <= safe.min_tokens <= safe.max_tokens <= SETTINGS.max_tokens_limit
+    assert 1 <= safe.beam_width <= SETTINGS.max_beam_width
+    assert abs(safe.length_penalty) <= 10
+    assert safe.beam_width == 1 or (safe.greedy and safe.n == 1)
     assert all(0 <= token < MODEL.vocab_size for token in (*ids, *safe.stop_token_ids, *safe.logit_bias))
+    assert checked.speculation.verification != "typical" or checked.speculation.allow_approximate
     assert checked.speculation.draft_length is None or 0 <= checked.speculation.draft_length <= 16

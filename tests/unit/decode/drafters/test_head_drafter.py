@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from core.errors import FailedPrecondition, InvalidArgument
@@ -22,7 +23,8 @@ from engine.engine import Engine
 from engine.step_batch import SequenceStep
 from tests.support.tiny_heads import make_tiny_head
 from tests.support.tiny_model import make_tiny_model
-from training.eagle3 import Eagle3Head, Eagle3Shape
+from training.eagle3 import Eagle3Head
+from training.recurrent import HeadShape
 
 SEED = 3
 
@@ -79,13 +81,13 @@ class Computed:
 
 def loaded(name: str, model: Path, engine: Engine, folder: Path, **settings: float) -> HeadDrafter:
     artifact = make_tiny_head(folder / name, model, KINDS[name], seed=SEED)
-    head = HeadSettings(artifact=str(artifact), min_probability=0.0, **settings)  # type: ignore[arg-type]
+    head = HeadSettings(artifact=str(artifact), min_probability=0.0, **settings)
     return load_head(name, head, engine, Tokenizer.from_directory(model))
 
 
 def trained_like(folder: Path, engine: Engine) -> Eagle3Head:
-    tensors = load_file(folder / "eagle3" / "model.safetensors")
-    head = Eagle3Head(Eagle3Shape.of(engine.config, 3, len(tensors["d2t"])), range(len(tensors["d2t"])))
+    tensors = load((folder / "eagle3" / "model.safetensors").read_bytes())
+    head = Eagle3Head(HeadShape.of(engine.config, 3, len(tensors["d2t"])), range(len(tensors["d2t"])), 4)
     head.load_state_dict(tensors)
     return head
 
@@ -99,7 +101,7 @@ def naive_logits(head: Eagle3Head, sequence: Computed, path: Sequence[int]) -> T
     planes[:known] = sequence.request.hidden(0, known).transpose(0, 1).flatten(1)
     words = sequence.engine.weights.embedding[torch.tensor([*history[1:], *path])]
     unrolled = head.unroll(planes[None], words[None].float(), len(path) + 1)
-    return unrolled[len(path)][0, known - 1 + len(path)]
+    return cast(Tensor, head.lm_head(head.norm(unrolled[len(path)][0, known - 1 + len(path)])))
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -203,7 +205,7 @@ def test_without_blocks_it_drafts_nothing_and_goes_on(model: Path, engine: Engin
 
 def test_numbers_that_are_none_end_the_draft_and_say_so(model: Path, engine: Engine, tmp_path: Path) -> None:
     artifact = make_tiny_head(tmp_path / "eagle3", model, "eagle3", seed=SEED)
-    tensors = load_file(artifact / "model.safetensors")
+    tensors = load((artifact / "model.safetensors").read_bytes())
     tensors["norm.weight"][:] = torch.nan
     save_file(tensors, artifact / "model.safetensors")
     head = HeadSettings(artifact=str(artifact))
@@ -243,7 +245,7 @@ def test_an_artifact_that_does_not_fit_is_refused_by_file_and_field(
 ) -> None:
     said, damage = BROKEN[case]
     artifact = make_tiny_head(tmp_path / "head", model, "eagle3", seed=SEED)
-    tensors = load_file(artifact / "model.safetensors")
+    tensors = load((artifact / "model.safetensors").read_bytes())
     damage(tensors)  # type: ignore[no-untyped-call]
     save_file(tensors, artifact / "model.safetensors")
     name = "mtp" if case == "another kind" else "eagle3"

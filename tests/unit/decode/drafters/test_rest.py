@@ -14,7 +14,8 @@ from core.settings import RestSettings
 from decode.drafters import corpus as corpus_module
 from decode.drafters.corpus import Corpus, CorpusWriter, read_manifest, sort_suffixes
 from decode.drafters.protocol import DraftBudget
-from decode.drafters.rest import RestDrafter, heaviest
+from decode.drafters.rest import RestDrafter
+from decode.drafters.trie import heaviest
 from tests.unit.decode.drafters.test_ngram import request_of
 
 VOCABULARY = "digest"

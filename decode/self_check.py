@@ -1,0 +1,139 @@
+"""Whether trained drafters still fit their target: a short greedy answer is drafted again before the worker is ready.
+
+A head whose id map is permuted, whose planes are those of other layers or whose weights were damaged loads without
+an error and is simply never right. Such a drafter is taken off the worker, with a reason, and costs no request.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Final, Protocol, runtime_checkable
+
+import torch
+
+from core.records import SamplingParams
+from core.tokenizer import Tokenizer
+from decode.drafters.protocol import DraftBudget, Drafter, DraftRequest, Observation
+from decode.sampling.history import TokenHistory
+from engine.block_table import BlockTable
+from engine.core_turns import turn_of
+from engine.engine import Engine
+from engine.step_batch import SequenceStep
+from outrider.v1 import common_pb2
+
+CHECKED_TOKENS: Final = 48
+LEAST_SHARE: Final = 0.4
+"""Of the acceptance that the manifest promises: over so few tokens a fit drafter may well be some way below it."""
+
+_QUESTION: Final = "Explain in a few sentences how a bicycle works, and list its most important parts."
+_KEY: Final = -1
+_LOG = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Promising(Protocol):
+    """A drafter that knows how often its first draft token should be accepted; None: it was never measured."""
+
+    @property
+    def promised_rate(self) -> float | None:
+        """Acceptance at depth 1, over all classes."""
+        ...
+
+
+def take_off_unfit(engine: Engine, drafters: dict[str, Drafter], tokenizer: Tokenizer) -> dict[str, str]:
+    """Remove the drafters that accept far less than they promise; why, by name. Engine thread, before any request."""
+    promises = {
+        name: drafter.promised_rate
+        for name, drafter in drafters.items()
+        if isinstance(drafter, Promising) and drafter.promised_rate
+    }
+    if not promises:
+        return {}
+    table = engine.kv.open()
+    try:
+        prompt = _prompt(tokenizer)
+        token_ids = _greedy_answer(engine, table, prompt)
+        unfit: dict[str, str] = {}
+        for name, promised in promises.items():
+            reason = _judge(drafters[name], engine, table, token_ids, len(prompt), promised)
+            if reason:
+                unfit[name] = reason
+                del drafters[name]
+                _LOG.error("drafter %s is not offered: %s", name, reason)
+        return unfit
+    finally:
+        engine.kv.close(table)
+
+
+def _prompt(tokenizer: Tokenizer) -> list[int]:
+    if tokenizer.has_chat_template:
+        return tokenizer.encode(
+            tokenizer.apply_chat_template([common_pb2.ChatMessage(role="user", content=_QUESTION)])
+        )
+    return tokenizer.encode(_QUESTION)
+
+
+def _greedy_answer(engine: Engine, table: BlockTable, prompt: Sequence[int]) -> list[int]:
+    """Prompt and answer; the table has the states of all of them but the last."""
+    token_ids = list(prompt)
+    for _ in range(CHECKED_TOKENS + 1):
+        fresh = token_ids[table.num_tokens :]
+        engine.kv.reserve(table, len(token_ids))
+        with turn_of(engine.turns):
+            step = SequenceStep(table, table.num_tokens, fresh, logit_rows="last")
+            logits = engine.step([step]).logits
+        engine.kv.commit(table, len(token_ids))
+        token_ids.append(int(torch.argmax(logits[0])))
+    return token_ids
+
+
+def _judge(
+    drafter: Drafter,
+    engine: Engine,
+    table: BlockTable,
+    token_ids: Sequence[int],
+    prompt_tokens: int,
+    promised: float,
+) -> str:
+    """Why the drafter is unfit; "": it is fit."""
+    try:
+        right, drafted = _drafted_right(drafter, engine, table, token_ids, prompt_tokens)
+    except Exception as error:  # boundary: drafters are guests; whatever they raise, the worker goes on
+        _LOG.exception("drafter %s failed its self-check", drafter.name)
+        return f"it raised {type(error).__name__}"
+    if right < LEAST_SHARE * promised * CHECKED_TOKENS:
+        return (
+            f"{right} of {CHECKED_TOKENS} tokens drafted right ({drafted} drafted at all), "
+            f"its manifest promises {promised:.0%}"
+        )
+    return ""
+
+
+def _drafted_right(
+    drafter: Drafter, engine: Engine, table: BlockTable, token_ids: Sequence[int], prompt_tokens: int
+) -> tuple[int, int]:
+    request = DraftRequest(
+        key=_KEY,
+        history=TokenHistory(token_ids[:prompt_tokens], token_ids[prompt_tokens : prompt_tokens + 1]),
+        sampling=SamplingParams(),
+        seed=0,
+        choice=0,
+        verification="invariant",
+        hidden=lambda start, end: engine.kv.read_hidden(table, start, end),
+        draft_width=1,
+        table=lambda: table,
+    )
+    right = drafted = 0
+    drafter.start(request)
+    try:
+        while drafter.prefill(CHECKED_TOKENS):
+            pass
+        for position in range(prompt_tokens + 1, prompt_tokens + 1 + CHECKED_TOKENS):
+            (draft,) = drafter.propose([DraftBudget(request, 1, 1)])
+            drafted += bool(draft.token_ids)
+            right += draft.token_ids[:1] == (token_ids[position],)
+            request.history.extend((token_ids[position],))
+            planes = engine.kv.read_hidden(table, position - 1, position)
+            drafter.observe([Observation(request, draft, (), (token_ids[position],), planes)])
+    finally:
+        drafter.finish(request)
+    return right, drafted

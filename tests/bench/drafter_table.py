@@ -1,0 +1,192 @@
+"""Every drafter on every class of prompts: `python -m tests.bench.drafter_table --prompts FILE [--config TOML]`.
+
+For each pair: conditional acceptance by position, acceptance length, speed against plain decoding (median over prompts
+of the ratio of tokens a second after the first ones, with its lower 95 % bound), mean K (for `auto` what the controller
+chose). For each drafter: what a proposal takes, against a target step. Answers are greedy, one request at a time; arms
+are interleaved prompt by prompt, in another order every round; every answer must be plain decoding's, or the exit code
+is 1.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from cluster.local import LocalCluster
+from core.tokenizer import Tokenizer
+from outrider import Client
+from outrider.results import Speculation
+from tests.bench.prompts import DEFAULT_MODEL, OWN_PROMPTS, Prompt, by_class, model_directory, read_prompts
+from tests.bench.ratios import median_ratio
+from tests.bench.timed import timed
+
+SHORTEST_ANSWER = 16
+PLAIN = "none"
+ALL_CLASSES = "all"
+console = Console(highlight=False, width=200)
+
+
+@dataclass(slots=True)
+class Cell:
+    """One drafter on one class. `ratios`: one of each prompt, median over rounds."""
+
+    steps: int = 0
+    step_tokens: float = 0.0
+    draft_length_sum: float = 0.0
+    nodes: int = 0
+    offered: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+
+    def add(self, report: Speculation) -> None:
+        """One answer."""
+        self.steps += report.steps
+        self.step_tokens += (report.acceptance_length or 0.0) * report.steps
+        self.draft_length_sum += (report.draft_length_mean or 0.0) * report.steps
+        self.nodes += report.proposed_nodes
+        for mine, theirs in (
+            (self.offered, report.position_offered),
+            (self.accepted, report.position_accepted),
+        ):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for depth, count in enumerate(theirs):
+                mine[depth] += count
+
+    def row(self) -> dict[str, object]:
+        """What is printed and reported."""
+        rates: list[float | None] = []
+        before = self.offered[0] if self.offered else 0
+        for depth, accepted in enumerate(self.accepted):
+            tried = min(before, self.offered[depth])
+            rates.append(round(accepted / tried, 3) if tried else None)
+            before = accepted
+        speed = median_ratio(self.ratios) if self.ratios else None
+        return {
+            "acceptance_length": round(self.step_tokens / self.steps, 3) if self.steps else None,
+            "rates": rates,
+            "draft_length_mean": round(self.draft_length_sum / self.steps, 2) if self.steps else None,
+            "nodes_a_step": round(self.nodes / self.steps, 2) if self.steps else None,
+            "speed": round(speed.median, 3) if speed else None,
+            "speed_bound": round(speed.lower_bound, 3) if speed and speed.lower_bound is not None else None,
+            "prompts": len(self.ratios),
+        }
+
+
+def measure(
+    client: Client, prompts: Sequence[Prompt], drafters: Sequence[str], rounds: int, max_tokens: int
+) -> tuple[dict[tuple[str, str], Cell], int]:
+    """Cells by (drafter, class), and how many answers were not plain decoding's."""
+    cells: dict[tuple[str, str], Cell] = {}
+    wrong = 0
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("answers", total=len(prompts) * len(drafters) * rounds)
+        for place, prompt in enumerate(prompts):
+            rates: dict[str, list[float]] = {}
+            texts: dict[str, tuple[int, ...]] = {}
+            for number in range(rounds):
+                shift = (number + place) % len(drafters)
+                for drafter in (*drafters[shift:], *drafters[:shift]):
+                    answer = timed(client, prompt, drafter, max_tokens, "table")
+                    texts[drafter] = answer.token_ids
+                    if answer.tokens >= SHORTEST_ANSWER:
+                        rates.setdefault(drafter, []).append(answer.rate)
+                    for name in (prompt.prompt_class, ALL_CLASSES):
+                        cells.setdefault((drafter, name), Cell()).add(answer.speculation)
+                    progress.advance(task)
+            wrong += sum(text != texts[PLAIN] for text in texts.values())
+            for drafter in drafters:
+                if drafter in rates:
+                    pairs = zip(rates[drafter], rates[PLAIN], strict=True)
+                    ratio = median(speculating / plain for speculating, plain in pairs)
+                    for name in (prompt.prompt_class, ALL_CLASSES):
+                        cells[drafter, name].ratios.append(ratio)
+    return cells, wrong
+
+
+def draft_costs(metrics_url: str) -> dict[str, float]:
+    """Mean seconds of a proposal by drafter, and of a target step as "step"."""
+    text = urllib.request.urlopen(metrics_url, timeout=10).read().decode()
+    sums: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.labels.get("drafter", "step")
+            wanted = "outrider_draft_duration" if name != "step" else "outrider_engine_step_duration"
+            if sample.name.startswith(wanted) and sample.name.endswith("_sum"):
+                sums[name] = sample.value
+            elif sample.name.startswith(wanted) and sample.name.endswith("_count"):
+                counts[name] = sample.value
+    return {name: total / counts[name] for name, total in sums.items() if counts.get(name)}
+
+
+def show(cells: Mapping[tuple[str, str], Cell], drafters: Sequence[str], costs: Mapping[str, float]) -> None:
+    """One table a class, and the costs."""
+    names = dict.fromkeys(name for _, name in cells)
+    for name in names:
+        table = Table(title=name)
+        for heading in ("drafter", "speed", "bound", "length", "mean K", "nodes", "acceptance by position"):
+            table.add_column(heading, justify="left" if heading in ("drafter",) else "right")
+        for drafter in drafters:
+            if (drafter, name) not in cells:
+                continue
+            row = cells[drafter, name].row()
+            rates = " ".join("–" if rate is None else f"{rate:.2f}" for rate in row["rates"])  # type: ignore[attr-defined]
+            figures = ("speed", "speed_bound", "acceptance_length", "draft_length_mean", "nodes_a_step")
+            table.add_row(drafter, *("–" if row[key] is None else str(row[key]) for key in figures), rates)
+        console.print(table)
+    step_s = costs.get("step", 0.0)
+    for drafter, seconds in sorted(costs.items()):
+        share = f", {seconds / step_s:.3f} of a step" if step_s and drafter != "step" else ""
+        console.print(f"{drafter}: {1e3 * seconds:.2f} ms{share}")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.drafter_table", description=__doc__)
+    parser.add_argument("--prompts", type=Path, default=OWN_PROMPTS)
+    parser.add_argument("--per-class", type=int, default=None, help="prompts of each class at most")
+    parser.add_argument("--drafters", default="", help="names; default: all that the worker hosts, and auto")
+    parser.add_argument("--config", type=Path, default=None, help="TOML of the server")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--report", type=Path, default=None, help="where a JSON report goes")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and prints; 0 where every answer was plain decoding's."""
+    options = parse(arguments)
+    found = read_prompts(options.prompts, Tokenizer.from_directory(model_directory(options.model)))
+    prompts = [prompt for group in by_class(found).values() for prompt in group[: options.per_class]]
+    extra = () if options.config is None else ("--config", str(options.config))
+    with (
+        tempfile.TemporaryDirectory(prefix="outrider-bench-") as work,
+        LocalCluster(model=options.model, arguments=extra, log_path=Path(work) / "serve.log") as cluster,
+        Client(cluster.address, timeout_s=300.0) as client,
+    ):
+        (worker,) = [status for status in cluster.workers() if status.worker_id == "decode-0"]
+        names = tuple(options.drafters.split(",")) if options.drafters else (*worker.drafters, "auto")
+        drafters = (PLAIN, *(name for name in names if name != PLAIN))
+        cells, wrong = measure(client, prompts, drafters, options.rounds, options.max_tokens)
+        costs = draft_costs(f"http://{worker.metrics_address}/metrics")
+    show(cells, drafters, costs)
+    console.print(f"{wrong} answers differ from plain decoding")
+    if options.report is not None:
+        rows = {f"{drafter}/{name}": cell.row() for (drafter, name), cell in cells.items()}
+        options.report.write_text(json.dumps({"cells": rows, "costs": costs, "wrong": wrong}, indent=1))
+    return 0 if wrong == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

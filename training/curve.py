@@ -1,0 +1,38 @@
+"""The curve of a run: JSON lines beside its checkpoint.
+
+One a step holds step, epoch, tokens, learning_rate and losses (by depth); one a checkpoint holds step, tokens,
+acceptance_length and rates (by depth) on rollouts held back.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from core.errors import InvalidArgument
+from core.whole_file import written_whole
+
+
+class Curve:
+    """Appends to a file; each line is whole once `add` returns."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Lines of steps past `step` are dropped: they belong to steps that will be taken again.
+
+        Raises InvalidArgument where the file is something else.
+        """
+        self._path = path
+        kept: list[str] = []
+        if path.exists():
+            try:
+                lines = path.read_text().splitlines(keepends=True)
+                kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise InvalidArgument("out", f"{path} is no curve of a training: {error}") from error
+        with written_whole(path) as beside:
+            beside.write_text("".join(kept))
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """One line."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")

@@ -1,0 +1,76 @@
+"""What the trainer knows of a head: how wrong it is about a batch, what it would draft, and how it is kept.
+
+A head of its own kind is a module beside `eagle3.py` and `medusa.py`, named in `heads.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from engine.model_config import ModelConfig
+from training.batch import Batch, TargetHead
+
+
+class DraftHead(nn.Module, ABC):
+    """Trained by `Trainer`, judged by `judge`, written as an artifact: its state is the artifact's tensors.
+
+    `depth`: drafts of depth 1 … `depth` are trained and judged.
+    """
+
+    kind: ClassVar[str]
+    depth: int
+
+    @property
+    @abstractmethod
+    def target_ids(self) -> Tensor:
+        """Tensor  # [draft_vocab] int64: the target's id of each draft id."""
+
+    @abstractmethod
+    def sizes(self) -> Mapping[str, float]:
+        """The manifest's `shape`: enough to make an equal head."""
+
+    @abstractmethod
+    def losses(self, batch: Batch, target: TargetHead) -> list[Tensor]:
+        """Mean loss at each depth; the trainer sums them with `DEPTH_DECAY`."""
+
+    @abstractmethod
+    def draft_ids(
+        self, batch: Batch, target: TargetHead, starts: tuple[Tensor, Tensor], ranks: int
+    ) -> Tensor:
+        """What it would propose behind `starts`, every token before being as in the rollout.
+
+        starts: 2 × Tensor  # [n] int64: batch row, and s as in `training/batch.py`; token s + 1 + depth exists
+        → Tensor  # [n, depth, ranks] int64: the target's ids, best first; called without gradients
+        """
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The artifact's: bfloat16, ids in full width."""
+        return {
+            name: tensor.detach().bfloat16() if tensor.is_floating_point() else tensor
+            for name, tensor in self.state_dict().items()
+        }
+
+
+class HeadOptions(Protocol):
+    """What is chosen of a kind of head before it is trained: a frozen dataclass, kept in the manifest."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def draft_vocab(self) -> int:
+        """Ids that may be drafted, at most."""
+        ...
+
+    def hidden_layers(self, config: ModelConfig) -> tuple[int, ...]:
+        """Planes that a served draft reads, ascending."""
+        ...
+
+    def trained_layers(self, config: ModelConfig) -> tuple[int, ...]:
+        """Planes that training reads beside the final hidden state, ascending."""
+        ...
+
+    def make(self, config: ModelConfig, target_ids: Sequence[int]) -> DraftHead:
+        """A fresh head. `target_ids`: ascending. Draws its weights from torch's global generator."""
+        ...

@@ -1,0 +1,209 @@
+"""Public EAGLE-3 checkpoints as artifacts of ours: every tensor accounted for, nothing guessed.
+
+A folder holds config.json and safetensors; pickled weights are refused. What the checkpoint does not say (which target
+it is for, whether its layer numbers count from 0 or from 1) the caller says.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from core.errors import FailedPrecondition, InvalidArgument
+from core.tokenizer import Tokenizer
+from decode.drafters.artifact import FORMAT, ArtifactManifest, write_artifact
+from decode.drafters.eagle3 import eagle3_shapes
+from decode.drafters.head_model import HeadSizes
+from decode.drafters.vocabulary import vocabulary_digest
+from engine.model_config import ModelConfig
+from engine.weights import ModelFiles, open_model
+
+_FIELD = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class PublicHead:
+    """A checkpoint and its target. `layer_base`: 1 where layer numbers count the embedding's output as 0."""
+
+    folder: Path
+    target: Path
+    layers: tuple[int, ...] | None = None
+    layer_base: int = 0
+
+
+def import_eagle3(head: PublicHead, out: Path) -> ArtifactManifest:
+    """Writes the artifact. Raises InvalidArgument naming file and tensor or key, FailedPrecondition for a misfit."""
+    files = open_model(head.target)
+    config, values = files.config, _read_config(head.folder)
+    tensors = _read_tensors(head.folder)
+    layers = _layers(head, values, config)
+    draft_vocab = _whole(head.folder, values, "draft_vocab_size", config.vocab_size)
+    _require_fit(head.folder, values, config)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    own_words = tensors.pop("embed_tokens.weight", None)
+    if own_words is not None and not _equals_target(own_words, files, "model.embed_tokens.weight"):
+        raise FailedPrecondition(
+            _FIELD, f"{head.folder}: embed_tokens.weight is not the target's; not supported"
+        )
+    if "lm_head.weight" not in tensors:
+        if draft_vocab != config.vocab_size:
+            raise InvalidArgument(
+                _FIELD, f"{head.folder}: lm_head.weight is missing, the vocabulary is its own"
+            )
+        name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+        tensors["lm_head.weight"] = files.take(name, (config.vocab_size, config.hidden_dim))
+    tensors["d2t"] = _id_map(head.folder, tensors, draft_vocab, config.vocab_size)
+    manifest = ArtifactManifest(
+        format=FORMAT,
+        kind="eagle3",
+        target_revision=files.revision(),
+        tokenizer=vocabulary_digest(Tokenizer.from_directory(head.target)),
+        hidden_layers=layers,
+        shape=_shape(head.folder, values, config, len(layers), draft_vocab),
+        recipe={"imported_from": head.folder.name},
+    )
+    _require_shapes(head.folder, manifest, tensors)
+    write_artifact(out, manifest, tensors)
+    return manifest
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(_FIELD, f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidArgument(_FIELD, f"{path} holds no JSON object")
+    return values
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        pickled = [path.name for path in folder.glob("*.bin")] + [path.name for path in folder.glob("*.pt")]
+        hint = f"; {pickled[0]} is pickled: convert it to safetensors where you trust it" if pickled else ""
+        raise InvalidArgument(_FIELD, f"{folder} holds no .safetensors{hint}")
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+        except Exception as error:  # boundary: the library raises its own error for a bad file
+            raise InvalidArgument(_FIELD, f"{shard} cannot be read: {error}") from error
+    return tensors
+
+
+def _whole(folder: Path, values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = values.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgument(
+            _FIELD, f"{folder / 'config.json'}: {key} must be a positive whole number, is {value!r}"
+        )
+    return value
+
+
+def _layers(head: PublicHead, values: Mapping[str, Any], config: ModelConfig) -> tuple[int, ...]:
+    """Layers whose outputs are captured, from 0: as given, as the checkpoint says, or early, middle and late."""
+    nested = values.get("eagle_config") or {}
+    named = head.layers or nested.get("eagle_aux_hidden_state_layer_ids")
+    if named is None:
+        last = config.num_layers - 1
+        return tuple(sorted({min(2, last), config.num_layers // 2, max(0, last - 2)}))
+    layers = tuple(int(layer) - head.layer_base for layer in named)
+    if list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= config.num_layers:
+        raise InvalidArgument(_FIELD, f"{head.folder}: layers {layers} of {config.num_layers}, ascending")
+    return layers
+
+
+def _require_fit(folder: Path, values: Mapping[str, Any], config: ModelConfig) -> None:
+    theta = (values.get("rope_parameters") or {}).get("rope_theta", values.get("rope_theta", 10000.0))
+    for name, theirs, ours in (
+        ("hidden_size", _whole(folder, values, "hidden_size"), config.hidden_dim),
+        ("vocab_size", _whole(folder, values, "vocab_size", config.vocab_size), config.vocab_size),
+        ("rope_theta", float(theta), config.rope_theta),
+        ("num_hidden_layers", _whole(folder, values, "num_hidden_layers", 1), 1),
+    ):
+        if theirs != ours:
+            raise FailedPrecondition(
+                _FIELD, f"{folder / 'config.json'}: {name} is {theirs}, needed is {ours}"
+            )
+    scaling = values.get("rope_scaling")
+    kind = "none" if not scaling else scaling.get("rope_type", scaling.get("type", "none"))
+    if kind not in ("none", "default") and kind != config.rope_scaling.kind:
+        raise FailedPrecondition(
+            _FIELD,
+            f"{folder / 'config.json'}: rope_scaling {kind}, the target has {config.rope_scaling.kind}",
+        )
+
+
+def _equals_target(tensor: Tensor, files: ModelFiles, name: str) -> bool:
+    ours = files.take(name, (files.config.vocab_size, files.config.hidden_dim))
+    return tensor.shape == ours.shape and bool(torch.equal(tensor.bfloat16(), ours.bfloat16()))
+
+
+def _id_map(folder: Path, tensors: dict[str, Tensor], draft_vocab: int, vocab_size: int) -> Tensor:
+    """`d2t`, held against `t2d`, which says the same from the other side and is not kept."""
+    offsets = tensors.pop("d2t", None)
+    marks = tensors.pop("t2d", None)
+    if offsets is None:
+        if draft_vocab != vocab_size:
+            raise InvalidArgument(
+                _FIELD, f"{folder}: a vocabulary of {draft_vocab} without d2t cannot be mapped"
+            )
+        return torch.zeros(vocab_size, dtype=torch.int64)
+    ids = offsets.to(torch.int64) + torch.arange(len(offsets))
+    if len(ids) != draft_vocab or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise InvalidArgument(
+            _FIELD, f"{folder}: d2t of {len(ids)} ids, {draft_vocab} below {vocab_size} needed"
+        )
+    if len(torch.unique(ids)) != len(ids):
+        raise InvalidArgument(_FIELD, f"{folder}: d2t names an id twice")
+    if marks is not None and not torch.equal(marks.bool().nonzero().flatten(), ids.sort().values):
+        raise InvalidArgument(_FIELD, f"{folder}: t2d and d2t contradict each other")
+    return offsets.to(torch.int64)
+
+
+def _shape(
+    folder: Path, values: Mapping[str, Any], config: ModelConfig, num_planes: int, draft_vocab: int
+) -> dict[str, float]:
+    num_heads = _whole(folder, values, "num_attention_heads")
+    return {
+        "hidden_dim": config.hidden_dim,
+        "num_heads": num_heads,
+        "num_kv_heads": _whole(folder, values, "num_key_value_heads", num_heads),
+        "head_dim": _whole(folder, values, "head_dim", config.hidden_dim // num_heads),
+        "intermediate_dim": _whole(folder, values, "intermediate_size"),
+        "num_planes": num_planes,
+        "draft_vocab": draft_vocab,
+        "norm_epsilon": float(values.get("rms_norm_eps", 1e-6)),
+        "rope_theta": config.rope_theta,
+    }
+
+
+def _require_shapes(folder: Path, manifest: ArtifactManifest, tensors: Mapping[str, Tensor]) -> None:
+    shape = manifest.shape
+    sizes = HeadSizes(
+        hidden_dim=int(shape["hidden_dim"]),
+        input_dim=2 * int(shape["hidden_dim"]),
+        num_heads=int(shape["num_heads"]),
+        num_kv_heads=int(shape["num_kv_heads"]),
+        head_dim=int(shape["head_dim"]),
+        intermediate_dim=int(shape["intermediate_dim"]),
+        draft_vocab=int(shape["draft_vocab"]),
+        norm_epsilon=shape["norm_epsilon"],
+        rope_theta=shape["rope_theta"],
+    )
+    wanted = eagle3_shapes(sizes, len(manifest.hidden_layers))
+    missing = sorted(wanted.keys() - tensors.keys())
+    extra = sorted(tensors.keys() - wanted.keys())
+    if missing or extra:
+        raise InvalidArgument(_FIELD, f"{folder}: tensors missing: {missing}, belonging to nothing: {extra}")
+    for name, expected in wanted.items():
+        if tuple(tensors[name].shape) != expected:
+            raise InvalidArgument(_FIELD, f"{folder}: {name} is {tuple(tensors[name].shape)}, not {expected}")

@@ -1,0 +1,194 @@
+"""From rollouts to an artifact, for any kind of head: features, training, judging on rollouts held back, writing."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from core.errors import InvalidArgument
+from core.settings import EngineSettings
+from decode.drafters.artifact import FORMAT, ArtifactManifest, write_artifact
+from engine.engine import Engine
+from engine.linear import WIDE_PLANS
+from engine.model_config import ModelConfig
+from engine.weights import open_model
+from training.batch import TargetHead, draft_vocabulary
+from training.features import FeatureCache, Features
+from training.head import HeadOptions
+from training.heads import read_head
+from training.judge import Judgement, judge
+from training.rollout_store import Recipe, Rollout
+from training.trainer import Progress, Trainer, TrainingPlan
+
+HELD_OUT_OF: Final = 16
+_HELD: Final = 5
+_JUDGED_ROLLOUTS: Final = 200
+_WATCHED_ROLLOUTS: Final = 12
+
+Stage = Callable[[str, int], Callable[[int, str], None]]
+"""Begins a stage of so many units; what it returns is told units done, and a word about them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run finds and keeps things. `model`: the target's directory; `features`: cache folder."""
+
+    model: Path
+    features: Path
+    num_threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRun:
+    """What to train, and `out`, the artifact's folder."""
+
+    place: Place
+    out: Path
+    options: HeadOptions
+    plan: TrainingPlan
+
+
+def is_held(rollout: Rollout) -> bool:
+    """Whether a rollout is kept for judging: one in `HELD_OUT_OF`, by number, whichever head is trained."""
+    return rollout.number % HELD_OUT_OF == _HELD
+
+
+def train_head(
+    run: HeadRun, recipe: Recipe, rollouts: Sequence[Rollout], stage: Stage, stop: Callable[[], bool]
+) -> dict[str, Judgement] | None:
+    """Trains, or goes on, and writes the artifact; what it reaches on held rollouts. None: `stop` came first.
+
+    Raises InvalidArgument where rollouts, sizes or an earlier checkpoint do not fit.
+    """
+    kept = [rollout for rollout in rollouts if not is_held(rollout)]
+    held = [rollout for rollout in rollouts if is_held(rollout)][:_JUDGED_ROLLOUTS]
+    if not kept or not held:
+        raise InvalidArgument("rollouts", f"{len(rollouts)} rollouts are too few to train and to judge on")
+    config = open_model(run.place.model).config
+    layers = run.options.trained_layers(config)
+    target, (training, judging) = _prepared(run.place, recipe, layers, (kept, held), stage)
+    torch.manual_seed(run.plan.seed)
+    ids = draft_vocabulary(kept, min(run.options.draft_vocab, config.vocab_size))
+    head = run.options.make(config, ids)
+    watched = tuple(islice(_all_of(judging), _WATCHED_ROLLOUTS))
+    trainer = Trainer(head, target, training, run.plan, run.out / "checkpoint", watched)
+    _train(trainer, stage, stop)
+    if not trainer.done:
+        return None
+    judged = judge(head, target, _all_of(judging))
+    write_artifact(run.out, _manifest(run, recipe, config, trainer, judged), head.tensors())
+    return judged
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedArtifact:
+    """An artifact judged again: now, and what its manifest says (rates by class)."""
+
+    judged: Mapping[str, Judgement]
+    promised: Mapping[str, list[float]]
+
+
+def judge_artifact(
+    place: Place, artifact: Path, recipe: Recipe, rollouts: Sequence[Rollout], stage: Stage
+) -> JudgedArtifact:
+    """Judges an artifact on the rollouts that no training sees. Raises InvalidArgument where something does not fit."""
+    head, manifest = read_head(artifact)
+    held = [rollout for rollout in rollouts if is_held(rollout)][:_JUDGED_ROLLOUTS]
+    if not held:
+        raise InvalidArgument("rollouts", f"none of {len(rollouts)} rollouts is one held back for judging")
+    if manifest.target_revision != recipe.model_revision:
+        raise InvalidArgument("rollouts", f"{artifact} was trained for another model than rolled them out")
+    layers = _trained_layers(manifest)
+    target, (judging,) = _prepared(place, recipe, layers, (held,), stage)
+    return JudgedArtifact(judge(head, target, _all_of(judging)), manifest.acceptance)
+
+
+def _trained_layers(manifest: ArtifactManifest) -> tuple[int, ...]:
+    """The planes that a head of this artifact was trained on. Raises InvalidArgument naming the field."""
+    layers = manifest.recipe.get("trained_layers")
+    if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
+        raise InvalidArgument("artifact.recipe", "trained_layers is no list of layers")
+    return tuple(layers)
+
+
+def _prepared(
+    place: Place,
+    recipe: Recipe,
+    layers: tuple[int, ...],
+    parts: Sequence[Sequence[Rollout]],
+    stage: Stage,
+) -> tuple[TargetHead, tuple[FeatureCache, ...]]:
+    """The target's head, and the features of each part on disk."""
+    longest = max(len(rollout.token_ids) for part in parts for rollout in part)
+    caches = tuple(FeatureCache(place.features, part, recipe.model_revision, layers) for part in parts)
+    told = stage("features", sum(len(rollout.token_ids) for part in parts for rollout in part))
+    with _engine(place, layers, longest) as engine:
+        if engine.numerics.model_revision != recipe.model_revision:
+            raise InvalidArgument("rollouts", "they were rolled out by another model")
+        for cache in caches:
+            cache.prepare(engine, lambda done: told(done, ""))
+        embedding = engine.weights.embedding.clone()
+        everything = torch.arange(engine.config.vocab_size)
+        output = embedding if engine.config.tied_embeddings else engine.output_rows(everything).clone()
+        target = TargetHead(embedding, output, engine.weights.final_norm.clone())
+    torch.set_num_threads(place.num_threads)
+    return target, caches
+
+
+@contextmanager
+def _engine(place: Place, layers: tuple[int, ...], longest: int) -> Iterator[Engine]:
+    num_blocks = max(8, -(-longest // 16) + 2)
+    engine = Engine.load(
+        place.model,
+        EngineSettings(num_threads=place.num_threads, hidden_layers=layers, num_blocks=num_blocks),
+        row_plans=WIDE_PLANS,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _train(trainer: Trainer, stage: Stage, stop: Callable[[], bool]) -> None:
+    told = stage("training", trainer.total_tokens)
+    seen = trainer.progress.tokens
+    told(seen, "")
+
+    def report(progress: Progress, losses: list[float]) -> None:
+        nonlocal seen
+        told(progress.tokens - seen, f"loss {losses[0]:.3f}")
+        seen = progress.tokens
+
+    trainer.run(stop, report)
+
+
+def _all_of(cache: FeatureCache) -> Iterator[Features]:
+    return chain.from_iterable(cache.read(part) for part in range(cache.num_parts))
+
+
+def _manifest(
+    run: HeadRun, recipe: Recipe, config: ModelConfig, trainer: Trainer, judged: Mapping[str, Judgement]
+) -> ArtifactManifest:
+    trained: dict[str, Any] = {
+        "rollouts": asdict(recipe),
+        "plan": asdict(run.plan),
+        "options": asdict(run.options),
+        "trained_layers": list(run.options.trained_layers(config)),
+        "steps": trainer.progress.step,
+        "tokens": trainer.progress.tokens,
+    }
+    return ArtifactManifest(
+        format=FORMAT,
+        kind=trainer.head.kind,
+        target_revision=recipe.model_revision,
+        tokenizer=recipe.tokenizer,
+        hidden_layers=run.options.hidden_layers(config),
+        shape=trainer.head.sizes(),
+        recipe=trained,
+        acceptance={name: [round(rate, 4) for rate in found.rates] for name, found in judged.items()},
+        rank_acceptance=[[round(rate, 4) for rate in row] for row in judged["all"].rank_rates],
+    )
