@@ -111,7 +111,9 @@ def _run_batch(scenario: TreeScenario, seeds: range, fault: TreeFault | None) ->
     below_root = _Level(scenario, seeds, history, [()] * len(seeds))
     first = below_root.tokens[:, 0].tolist()
     below_first = _Level(scenario, seeds, history, [(token_id,) for token_id in first])
-    items, rows, kept_children = [], [], []
+    items: list[VerifyItem] = []
+    rows: list[int] = []
+    kept_children: list[list[int]] = []
     for index, seed in enumerate(seeds):
         draft, kept = _draft(scenario, (below_root, below_first), index, fault)
         items.append(VerifyItem(SAMPLING, seed, 0, history, 1, len(rows), draft, "rejection"))

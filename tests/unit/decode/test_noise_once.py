@@ -11,6 +11,7 @@ from decode.sampling import sampler
 from decode.sampling.arithmetic import Float64
 from decode.sampling.draft_noise import DraftDraw, draw_children
 from decode.sampling.history import TokenHistory
+from decode.sampling.noise import uniform
 from decode.verification import block, distributions
 from decode.verification.verify import verify
 
@@ -26,7 +27,7 @@ class Taken:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.numbers: Counter[tuple[int, int]] = Counter()
         self.draws: Counter[int] = Counter()
-        uniform, earliest = distributions.uniform, sampler.earliest
+        earliest = sampler.earliest
 
         def counted_uniform(key: int, trial: int = 0) -> float:
             self.numbers[key, trial] += 1
