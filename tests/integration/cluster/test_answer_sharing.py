@@ -13,7 +13,8 @@ from cluster.answer_sharing import NUM_SHARDS, AnswerSharing, lineage_of
 from cluster.local import LocalCluster
 from cluster.redis_server import RedisServer
 from core.control_state import ControlState, ControlStateUnavailable
-from core.settings import CacheSettings, RegistrySettings
+from core.drafter_settings import CacheSettings
+from core.settings import RegistrySettings
 from decode.drafters.answer_link import AnswerLink
 from decode.drafters.cache import CacheDrafter
 from outrider import Client, Result

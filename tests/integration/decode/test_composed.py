@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from core.records import SamplingParams, SpeculationParams
-from core.settings import (
-    DecodeSettings,
+from core.drafter_settings import (
     DraftersSettings,
     DraftModelSettings,
-    EngineSettings,
     NgramSettings,
     RecursiveSettings,
     SequoiaSettings,
     SpecInferSettings,
 )
+from core.records import SamplingParams, SpeculationParams
+from core.settings import DecodeSettings, EngineSettings
 from decode.draft import Draft
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.protocol import DraftBudget

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.drafter_settings import DraftersSettings, LookaheadSettings
 from core.records import SamplingParams, SpeculationParams
-from core.settings import DecodeSettings, DraftersSettings, EngineSettings, LookaheadSettings
+from core.settings import DecodeSettings, EngineSettings
 from decode.draft import Draft
 from decode.drafters.none import NoneDrafter
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, Observation

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from core.drafter_settings import LayerSkipSettings
 from core.errors import FailedPrecondition, InvalidArgument
 from core.records import SamplingParams, VerificationMode
-from core.settings import EngineSettings, LayerSkipSettings
+from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
 from decode.draft import Draft
 from decode.drafters.artifact import read_manifest, write_artifact

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from core.drafter_settings import LookaheadSettings
 from core.records import SamplingParams, VerificationMode
-from core.settings import LookaheadSettings
 from decode.draft import Draft, VerifyItem
 from decode.drafters.lookahead import LookaheadDrafter, window_parents
 from decode.drafters.protocol import DraftBudget, DraftRequest, Observation
