@@ -45,8 +45,9 @@ CANDIDATE_PLANS = (
 )
 """From cheap to dear. The last one is exact by construction: every row is a call of its own."""
 
-WIDE_PLANS = (RowPlan(128, 128), RowPlan(64, 64), RowPlan(32, 32), *CANDIDATE_PLANS)
-"""For work on very many rows at once, which does not mind padding a few: training's rollouts and features."""
+WIDE_PLANS = (RowPlan(128, 128),)
+"""For work on very many rows at once, which does not mind padding a few: training's rollouts and features. As all
+calls have one shape nothing is probed, which would take longer than for the others."""
 
 
 def pack(weight: Tensor, quantisation: Quantisation = "none") -> PackedProduct:
