@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from core.control_state import ControlState, ControlStateUnavailable
-from core.settings import CacheSettings
+from core.drafter_settings import CacheSettings
 from decode.drafters.answer_link import AnswerLink
 from decode.drafters.answer_record import AnswerRecord, decode_record, encode_record
 

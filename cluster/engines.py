@@ -8,9 +8,10 @@ from typing import Final, TypeVar
 
 from cluster.roles import Surroundings, model_directory
 from cluster.specs import WorkerSpec
+from core.drafter_settings import DraftersSettings
 from core.metrics import LoadGauges
 from core.records import WorkerRecord
-from core.settings import DraftersSettings, EngineSettings
+from core.settings import EngineSettings
 from decode.drafters.registry import required_hidden_layers
 from decode.drafters.shipped_heads import with_shipped
 from engine.engine import Engine

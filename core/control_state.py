@@ -189,11 +189,21 @@ class ControlState:
         await self._bytes_client.aclose()
 
     async def _bounded(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """Passes a cancellation on: the client sends through `asyncio.wait_for`, which until Python 3.12 loses one
+        that comes as its call ends, and a task that loops over calls would never end."""
+        task = asyncio.current_task()
+        assert task is not None, "called outside of any task"
+        requested = task.cancelling()
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await call()
+                result = await call()
         except (RedisError, OSError, TimeoutError) as error:
+            if task.cancelling() > requested:
+                raise asyncio.CancelledError from error
             raise ControlStateUnavailable(f"control state: {type(error).__name__}") from error
+        if task.cancelling() > requested:
+            raise asyncio.CancelledError
+        return result
 
     def _workers_key(self) -> str:
         return f"{self._prefix}:workers"

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from core.clock import Clock
 from core.metrics import Metrics
+from core.settings import DecodeSettings
 from decode.choice import Choice
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.protocol import DraftBudget, Drafter, DraftRequest, Observation
@@ -35,15 +36,14 @@ class Drafting:
         pace: Pace,
         metrics: Metrics,
         clock: Clock,
-        max_nodes: int,
-        stall_s: float,
+        settings: DecodeSettings,
     ) -> None:
         self._drafters = drafters
         self._pace = pace
         self._metrics = metrics
         self._clock = clock
-        self._max_nodes = max_nodes
-        self._stall_s = stall_s
+        self._max_nodes = settings.max_tree_nodes
+        self._stall_s = settings.drafter_stall_s
         self._choices: dict[int, Choice] = {}
         self.pending = False
         """Whether a drafter may have prompt work of its own left."""

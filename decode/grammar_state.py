@@ -91,12 +91,12 @@ class GrammarState:
 
     def _allowed(self, path: tuple[int, ...]) -> Allowed | None:
         ends = self._sampling.eos_token_ids
-        if self._ended or any(token_id in ends for token_id in path):
-            return self._only(ends)
         if path:
             before = self.mask(path[:-1])
             if before is None or not before[path[-1]]:
                 return None
+        if self._ended or any(token_id in ends for token_id in path):
+            return self._only(ends)
         if not self._go(path):
             self._recover(path)
             return None

@@ -75,22 +75,8 @@ class DecodeWorker:
         self._ticket_keys = ticket_keys
         self._numerics = engine.numerics.digest()
         self.peer = describe_peer(identity, engine.kv.layout, engine.numerics)
-        drafting = Drafting(
-            self.drafters,
-            self._pace,
-            self.metrics,
-            self.clock,
-            settings.max_tree_nodes,
-            settings.drafter_stall_s,
-        )
-        self.limits = JobLimits(
-            vocab_size=min(tokenizer.vocab_size, engine.config.vocab_size),
-            max_context=engine.max_context,
-            pool_tokens=engine.kv.stats().total * engine.kv.layout.block_size,
-            block_size=engine.kv.layout.block_size,
-            max_running=settings.max_running,
-            step_tokens=settings.step_tokens,
-        )
+        drafting = Drafting(self.drafters, self._pace, self.metrics, self.clock, settings)
+        self.limits = _limits(engine, tokenizer, settings)
         self._loop = DecodeLoop(
             Target(engine, self.limits.vocab_size),
             settings,
@@ -302,6 +288,17 @@ class DecodeWorker:
         hidden_layers = self.engine.kv.layout.hidden_layers
         key = PrefixKey(self._numerics, job.claims.cache_salt, job.claims.adapter, hidden_layers)
         return key.digest()
+
+
+def _limits(engine: Engine, tokenizer: Tokenizer, settings: DecodeSettings) -> JobLimits:
+    return JobLimits(
+        vocab_size=min(tokenizer.vocab_size, engine.config.vocab_size),
+        max_context=engine.max_context,
+        pool_tokens=engine.kv.stats().total * engine.kv.layout.block_size,
+        block_size=engine.kv.layout.block_size,
+        max_running=settings.max_running,
+        step_tokens=settings.step_tokens,
+    )
 
 
 async def _relay(

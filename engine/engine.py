@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from core.drafter_settings import Quantisation
 from core.errors import InvalidArgument
 from core.numerics import NumericsClass
-from core.settings import EngineSettings, Quantisation
+from core.settings import EngineSettings
 from engine.backends import make_backends
 from engine.core_turns import CoreTurns, NoTurns, Turns, turn_of
 from engine.huge_pages import advise_huge_pages

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.settings import Quantisation
+from core.drafter_settings import Quantisation
 from engine.quantise import quantised_product
 
 PROBE_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 96, 128, 200, 256)
@@ -45,8 +45,9 @@ CANDIDATE_PLANS = (
 )
 """From cheap to dear. The last one is exact by construction: every row is a call of its own."""
 
-WIDE_PLANS = (RowPlan(128, 128), RowPlan(64, 64), RowPlan(32, 32), *CANDIDATE_PLANS)
-"""For work on very many rows at once, which does not mind padding a few: training's rollouts and features."""
+WIDE_PLANS = (RowPlan(128, 128),)
+"""For work on very many rows at once, which does not mind padding a few: training's rollouts and features. As all
+calls have one shape nothing is probed, which would take longer than for the others."""
 
 
 def pack(weight: Tensor, quantisation: Quantisation = "none") -> PackedProduct:

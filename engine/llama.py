@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.settings import Quantisation
+from core.drafter_settings import Quantisation
 from engine.attention import Attention
 from engine.linear import CANDIDATE_PLANS, Linear, PackedProduct, RowPlan, find_row_plan, pack
 from engine.model_config import ModelConfig

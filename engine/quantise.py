@@ -10,8 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from core.drafter_settings import Quantisation
 from core.errors import InvalidArgument
-from core.settings import Quantisation
 
 INT4_GROUP: Final = 32
 _INT4_OUTPUTS: Final = 16

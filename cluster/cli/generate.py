@@ -56,12 +56,10 @@ def generate_command(
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "seed": seed,
         "stop": stop, "n": n, "logprobs": logprobs, "ignore_eos": ignore_eos or None, "drafter": drafter,
         "draft_length": draft_length, "draft_width": draft_width, "verification": verification,
-        "allow_approximate": allow_approximate or None,
-        "beam_width": beam_width, "length_penalty": length_penalty,
-        "early_stopping": o.early_stopping_of(early_stopping),
+        "allow_approximate": allow_approximate or None, "beam_width": beam_width, "regex": regex,
+        "length_penalty": length_penalty, "early_stopping": o.early_stopping_of(early_stopping),
         "json_schema": o.text_of(json_schema, "--json-schema"), "ebnf": o.text_of(ebnf, "--ebnf"),
-        "regex": regex, "request_class": request_class, "idempotency_key": idempotency_key,
-        "cache_salt": cache_salt,
+        "request_class": request_class, "idempotency_key": idempotency_key, "cache_salt": cache_salt,
     }  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     if chat:

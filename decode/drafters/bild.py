@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from core.settings import BildSettings
+from core.drafter_settings import BildSettings
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.protocol import DraftRequest
 

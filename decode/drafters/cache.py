@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from core.settings import CacheSettings
+from core.drafter_settings import CacheSettings
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.answer_index import AnswerIndex, Place
 from decode.drafters.answer_link import AnswerLink

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from core.settings import CascadeSettings
+from core.drafter_settings import CascadeSettings
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.bild import confidences
 from decode.drafters.draft_model import DraftModelDrafter

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from core.clock import Clock
+from core.drafter_settings import DraftersSettings
 from core.errors import InvalidArgument
-from core.settings import DraftersSettings
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.protocol import Drafter
 from decode.drafters.recursive import RecursiveDrafter

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from core.drafter_settings import DraftModelSettings
 from core.errors import FailedPrecondition
-from core.settings import DraftModelSettings
 from core.tokenizer import Tokenizer
 from decode.control.tree_shape import TreeShape
 from decode.draft import NO_DRAFT, Draft

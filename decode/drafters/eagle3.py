@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from core.settings import Quantisation
+from core.drafter_settings import Quantisation
 from decode.drafters.head_model import HeadModel, HeadSizes
 from engine.engine import Engine
 

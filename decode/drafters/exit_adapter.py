@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from core.drafter_settings import Quantisation
 from core.errors import InvalidArgument
-from core.settings import Quantisation
 from decode.drafters.artifact import ArtifactManifest, read_manifest, read_tensors, require_target
 from decode.drafters.reduced_head import ReducedHead
 from decode.sampling.draft_noise import DraftDraw, DrawnToken

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.settings import Quantisation
+from core.drafter_settings import Quantisation
 from engine.backends import make_backends
 from engine.engine import Engine
 from engine.kv_cache import KvCache, KvLayout

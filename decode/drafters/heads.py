@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from core.drafter_settings import DraftersSettings, HeadSettings, Quantisation
 from core.errors import FailedPrecondition, InvalidArgument
-from core.settings import DraftersSettings, HeadSettings, Quantisation
 from core.tokenizer import Tokenizer
 from decode.drafters.artifact import ArtifactManifest, read_manifest, read_tensors, require_target
 from decode.drafters.eagle import EagleModel, eagle_shapes

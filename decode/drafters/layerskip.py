@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from core.drafter_settings import LayerSkipSettings
 from core.errors import InvalidArgument
-from core.settings import LayerSkipSettings
 from core.tokenizer import Tokenizer
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.chain import GrowingChain

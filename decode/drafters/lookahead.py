@@ -33,8 +33,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from core.drafter_settings import LookaheadSettings
 from core.records import SamplingParams
-from core.settings import LookaheadSettings
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
 from decode.drafters.trie import merge_paths

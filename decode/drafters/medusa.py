@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from core.drafter_settings import MedusaSettings
 from core.records import SamplingParams
-from core.settings import MedusaSettings
 from core.tokenizer import Tokenizer
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.head_drafter import NOT_FINITE

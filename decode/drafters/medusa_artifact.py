@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from core.drafter_settings import MedusaSettings
 from core.errors import FailedPrecondition, InvalidArgument
-from core.settings import MedusaSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.artifact import ArtifactManifest, read_manifest, read_tensors, require_target
 from decode.drafters.heads import draft_ids_of, head_directory, last_place

@@ -6,7 +6,8 @@ behind any of them is placed behind the first, which is tried first. That they a
 behind them is drawn, so the verification stays exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,11 +19,13 @@ def merge_drafts(drafts: Sequence[Draft], *, keep_equal: bool) -> Draft:
     """One tree of all drafts, in their order; `keep_equal`: equal siblings of different drafts stay apart.
 
     Each of the sources of each draft is a source of its own in the tree. Auxiliary rows of the drafts follow one
-    another. One draft alone is returned as it is.
+    another. One draft alone is returned as it is; where there is none, the first fault is.
     """
-    proposing = [draft for draft in drafts if draft.token_ids or draft.auxiliary_token_ids]
-    if len(proposing) < 2:
-        return proposing[0] if proposing else NO_DRAFT
+    proposing = [draft for draft in drafts if draft.num_rows]
+    if not proposing:
+        return next((draft for draft in drafts if draft.fault), NO_DRAFT)
+    if len(proposing) == 1:
+        return proposing[0]
     tree = _Merged(keep_equal)
     rows = [tree.add(source, draft) for source, draft in enumerate(drafts)]
     for draft, own_rows in zip(drafts, rows, strict=True):
@@ -38,11 +41,14 @@ def merge_drafts(drafts: Sequence[Draft], *, keep_equal: bool) -> Draft:
     )
 
 
-def own_part(draft: Draft, verified: Draft, accepted_ids: Sequence[int]) -> tuple[Draft, tuple[int, ...]]:
+def own_part(
+    draft: Draft, verified: Draft, accepted_ids: Sequence[int], *, with_auxiliary: bool
+) -> tuple[Draft, tuple[int, ...]]:
     """A draft as far as it is in the tree that was verified, and the rows of it that were accepted.
 
-    `accepted_ids`: tokens of the accepted path. Nodes of `draft` that `verified` lacks, having been cut for lack of
-    room, are left out, and so are auxiliary rows then. Rows are those of the draft returned.
+    `accepted_ids`: tokens of the accepted path. Nodes of `draft` that `verified` lacks, having been cut, are left out,
+    and so are its auxiliary rows unless `with_auxiliary`, that is where those of all drafts were evaluated. Rows are
+    those of the draft returned.
     """
     known = _children(verified)
     rows, kept = {0: 0}, {0: 0}
@@ -51,8 +57,9 @@ def own_part(draft: Draft, verified: Draft, accepted_ids: Sequence[int]) -> tupl
         if row is not None:
             rows[node + 1] = row
             kept[node + 1] = len(kept)
-    lost_auxiliary = bool(draft.auxiliary_token_ids) and not verified.auxiliary_token_ids
-    if len(kept) <= len(draft.token_ids) or lost_auxiliary:
+    if not with_auxiliary and draft.auxiliary_token_ids:
+        draft = replace(draft, auxiliary_token_ids=(), auxiliary_parents=())
+    if len(kept) <= len(draft.token_ids):
         draft = _only(draft, kept)
     children = _children(draft)
     accepted: list[int] = []
@@ -126,13 +133,18 @@ def _children(draft: Draft) -> dict[tuple[int, int], int]:
     return children
 
 
-def _only(draft: Draft, kept: dict[int, int]) -> Draft:
-    """Rows that are keys of `kept`, renumbered as it says."""
+def _only(draft: Draft, kept: Mapping[int, int]) -> Draft:
+    """Rows that are keys of `kept`, renumbered as it says, and the auxiliary rows, none of whose parents is lost."""
     nodes = [row - 1 for row in kept if row]
-    return Draft(
+    num_lost = len(draft.token_ids) - len(nodes)
+    return replace(
+        draft,
         token_ids=tuple(draft.token_ids[node] for node in nodes),
         parents=tuple(kept[draft.parents[node]] for node in nodes),
-        draft_probs=None if draft.draft_probs is None else draft.draft_probs[nodes],
-        without_replacement=draft.without_replacement,
+        draft_probs=None if draft.draft_probs is None or not nodes else draft.draft_probs[nodes],
+        auxiliary_parents=tuple(
+            kept[parent] if parent <= len(draft.token_ids) else parent - num_lost
+            for parent in draft.auxiliary_parents
+        ),
         sources=tuple(draft.sources[node] for node in nodes) if draft.sources else (),
     )

@@ -9,7 +9,7 @@ Method: prompt lookup decoding (Saxena 2023); the tree merges several continuati
 from collections.abc import Sequence
 from itertools import islice
 
-from core.settings import NgramSettings
+from core.drafter_settings import NgramSettings
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
 from decode.drafters.trie import merge_paths

@@ -8,7 +8,7 @@ Method: speculative decoding of the draft model itself (as in cascade speculativ
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core.settings import RecursiveSettings
+from core.drafter_settings import RecursiveSettings
 from decode.draft import Draft
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.ngram import NgramDrafter

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from core.drafter_settings import Quantisation
 from core.records import SamplingParams
-from core.settings import Quantisation
 from decode.sampling.draft_noise import DraftDraw, DrawnToken, draw_draft
 from engine.engine import Engine
 from engine.linear import Linear, pack

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from core.clock import Clock, SystemClock
+from core.drafter_settings import DraftersSettings
 from core.errors import InvalidArgument
-from core.settings import DraftersSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.bild import BildDrafter
 from decode.drafters.cache import CacheDrafter

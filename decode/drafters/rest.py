@@ -9,8 +9,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.drafter_settings import RestSettings
 from core.errors import InvalidArgument
-from core.settings import RestSettings
 from core.tokenizer import Tokenizer
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.corpus import Corpus, modified_ns

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
+from core.drafter_settings import ScriptedSettings
 from core.prefix_hash import prompt_digest
-from core.settings import ScriptedSettings
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
 

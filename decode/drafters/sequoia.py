@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from core.clock import Clock
-from core.settings import SequoiaSettings
+from core.drafter_settings import SequoiaSettings
 from decode.control.rank_acceptance import RankAcceptance
 from decode.control.step_time import StepTimeTable
 from decode.control.tree_measurements import TreeMeasurements, read_measurements

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from core.errors import InvalidArgument
-from core.settings import (
+from core.drafter_settings import (
     DraftersSettings,
     HeadSettings,
     LayerSkipSettings,
     MedusaSettings,
-    Section,
     SequoiaSettings,
     SpecInferSettings,
 )
+from core.errors import InvalidArgument
+from core.section import Section
 from decode.drafters.artifact import read_manifest
 from decode.drafters.exit_adapter import KIND as EXIT
 from decode.drafters.heads import KINDS

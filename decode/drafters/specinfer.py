@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torch import Tensor
-
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.merging import merge_drafts, own_part
 from decode.drafters.protocol import DraftBudget, Drafter, DrafterNeeds, DraftRequest, Observation
@@ -33,7 +31,7 @@ class _State:
 
 
 class SpecInferDrafter:
-    """`failures` counts by member how many choices it was left out of."""
+    """`failures` counts by member the choices that it was left out of, and the drafts that it told faults of."""
 
     name = "specinfer"
 
@@ -69,12 +67,11 @@ class SpecInferDrafter:
         left = [budget.max_nodes for budget in budgets]
         for place in range(len(self._members)):
             asked = [index for index, state in enumerate(states) if place in state.requests]
-            shares = {index: left[index] // _num_from(place, states[index]) for index in asked}
+            shares = {i: self._share(place, states[i], budgets[i].draft_length, left[i]) for i in asked}
             asked = [index for index in asked if shares[index] > 0]
             self._ask(place, [(states[i], budgets[i], shares[i]) for i in asked])
             for index in asked:
-                draft = states[index].drafts.get(place, NO_DRAFT)
-                left[index] -= len(draft.token_ids) + len(draft.auxiliary_token_ids)
+                left[index] -= states[index].drafts.get(place, NO_DRAFT).num_rows
         return [
             merge_drafts(
                 [state.drafts.get(place, NO_DRAFT) for place in range(len(self._members))],
@@ -113,12 +110,25 @@ class SpecInferDrafter:
         state = _State({})
         self._states[request.key] = state
         for place, member in enumerate(self._members):
-            width = max(1, min(member.needs.max_draft_width, request.draft_width // len(self._members)))
+            part = request.draft_width * member.needs.default_draft_width // self.needs.default_draft_width
             own = replace(
-                request, draft_width=width, draft_lane=_lane(request.draft_lane, place, len(self._members))
+                request,
+                draft_width=max(1, min(member.needs.max_draft_width, part)),
+                draft_lane=_lane(request.draft_lane, place, len(self._members)),
             )
             state.requests[place] = own
             self._guard(place, [state], lambda: call(member, own))  # noqa: B023 (called at once)
+
+    def _share(self, place: int, state: _State, depth: int, left: int) -> int:
+        """Rows for one member: all that the later ones cannot want, and an equal part of what is left at least."""
+        wanted = {
+            other: self._members[other].needs.rows(
+                min(depth, self._members[other].needs.max_draft_length), own.draft_width
+            )
+            for other, own in state.requests.items()
+            if other >= place
+        }
+        return max(left - sum(wanted.values()) + wanted[place], left // len(wanted))
 
     def _ask(self, place: int, asked: Sequence[tuple[_State, DraftBudget, int]]) -> None:
         """One member's drafts within shares of the budgets."""
@@ -134,6 +144,8 @@ class SpecInferDrafter:
         drafts = self._guard(place, states, lambda: member.propose(budgets))
         for state, draft in zip(states, drafts or (), strict=False):
             state.drafts[place] = draft
+            if draft.fault:
+                self.failures[member.name] += 1
 
     def _guard(self, place: int, states: Sequence[_State], call: Callable[[], Result]) -> Result | None:
         try:
@@ -171,11 +183,6 @@ def union_of_needs(needs: Sequence[DrafterNeeds]) -> DrafterNeeds:
     )
 
 
-def _num_from(place: int, state: _State) -> int:
-    """Members from `place` on that are still asked about a choice."""
-    return sum(other >= place for other in state.requests)
-
-
 def _lane(lane: int, place: int, num_members: int) -> int:
     """Its own for every member at every depth of nesting; the first member's is the drafter's own."""
     return lane * num_members + place
@@ -184,16 +191,17 @@ def _lane(lane: int, place: int, num_members: int) -> int:
 def _own_observation(place: int, state: _State, observation: Observation) -> Observation:
     """The observation of a merged draft as the one of a member's own."""
     accepted_ids = observation.token_ids[: len(observation.accepted_rows)]
-    draft, rows = own_part(state.drafts.get(place, NO_DRAFT), observation.draft, accepted_ids)
-    logits: Tensor | None = None
-    if draft.auxiliary_token_ids and observation.auxiliary_logits is not None:
-        before = [other for at, other in state.drafts.items() if at < place]
-        begin = sum(len(other.auxiliary_token_ids) for other in before)
-        logits = observation.auxiliary_logits[begin : begin + len(draft.auxiliary_token_ids)]
+    begin = sum(len(draft.auxiliary_token_ids) for at, draft in state.drafts.items() if at < place)
+    wanted = sum(len(draft.auxiliary_token_ids) for draft in state.drafts.values())
+    logits = observation.auxiliary_logits
+    whole = logits is not None and len(logits) == wanted
+    own = state.drafts.get(place, NO_DRAFT)
+    draft, rows = own_part(own, observation.draft, accepted_ids, with_auxiliary=whole)
+    end = begin + len(draft.auxiliary_token_ids)
     return replace(
         observation,
         request=state.requests[place],
         draft=draft,
         accepted_rows=rows,
-        auxiliary_logits=logits,
+        auxiliary_logits=logits[begin:end] if logits is not None and end > begin else None,
     )

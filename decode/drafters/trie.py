@@ -2,7 +2,6 @@
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from decode.draft import Draft
 
@@ -36,44 +35,30 @@ def merge_paths(paths: Iterable[Sequence[int]], width: int, max_nodes: int) -> D
     return Draft(tuple(nodes), tuple(parents))
 
 
-@dataclass(slots=True)
-class _Node:
-    token_id: int
-    weight: int = 0
-    children: "dict[int, _Node]" = field(default_factory=dict)
-
-
 def heaviest(texts: Sequence[Sequence[int]], width: int, max_nodes: int, num_token_ids: int) -> Draft:
     """The heaviest nodes of the trie of `texts`, at most `width` children each; among equals the first seen.
 
     A text ends at the first id that is none of the vocabulary: there a document ended.
     """
-    root = _Node(-1)
-    for text in texts:
-        node = root
-        for token_id in text:
-            if token_id >= num_token_ids:
-                break
-            child = node.children.get(token_id)
-            if child is None:
-                child = node.children[token_id] = _Node(token_id)
-            node = child
-            node.weight += 1
     token_ids: list[int] = []
     parents: list[int] = []
-    open_nodes: list[tuple[int, int, int, _Node]] = []
+    open_nodes: list[tuple[int, int, int, int, list[Sequence[int]]]] = []
     opened = 0
 
-    def open_children(node: _Node, row: int) -> None:
+    def open_children(through: Sequence[Sequence[int]], depth: int, row: int) -> None:
         nonlocal opened
-        for child in sorted(node.children.values(), key=lambda child: -child.weight)[:width]:
-            heapq.heappush(open_nodes, (-child.weight, opened, row, child))
+        children: dict[int, list[Sequence[int]]] = {}
+        for text in through:
+            if depth < len(text) and text[depth] < num_token_ids:
+                children.setdefault(text[depth], []).append(text)
+        for child in sorted(children.values(), key=len, reverse=True)[:width]:
+            heapq.heappush(open_nodes, (-len(child), opened, row, depth, child))
             opened += 1
 
-    open_children(root, 0)
+    open_children(texts, 0, 0)
     while open_nodes and len(token_ids) < max_nodes:
-        _, _, row, node = heapq.heappop(open_nodes)
-        token_ids.append(node.token_id)
+        _, _, row, depth, through = heapq.heappop(open_nodes)
+        token_ids.append(through[0][depth])
         parents.append(row)
-        open_children(node, len(token_ids))
+        open_children(through, depth + 1, len(token_ids))
     return Draft(tuple(token_ids), tuple(parents))

@@ -41,7 +41,7 @@ def draft_stream(lane: int, path: Sequence[int]) -> int:
     drafted the same position says anything about its children. The lowest three bits are DRAFT, so that no
     other stream is met; lane 0 with an empty path is DRAFT itself.
     """
-    key = lane
+    key = _mix((lane + GOLDEN) & MASK) if path else lane
     for token_id in path:
         key = _mix(((key ^ token_id) + GOLDEN) & MASK)
     return (key << 3 & MASK) | Stream.DRAFT

@@ -109,7 +109,7 @@ def stop_prob(kept_prob: float, target_probs: Float64, draft_probs: Float64) -> 
     mass = float(excess.sum())
     if mass <= 0.0:
         return (1.0 if kept_prob == 1.0 else 0.0), target_probs
-    return mass / (mass + 1.0 - kept_prob), excess
+    return mass / (mass + (1.0 - kept_prob)), excess
 
 
 def next_kept_prob(kept_prob: float, target_prob: float, draft_prob: float) -> float:

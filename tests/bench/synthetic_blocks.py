@@ -2,15 +2,11 @@
 
 With p(x_1 … x_i) of `decode.verification.block`: P(a chain begins so and so much of it is accepted) = d(x_1 … x_i) · p,
 and what is drawn behind it follows max(0, p · t - d). An answer of several steps drafts and judges again the positions
-that a step gave up, so it also shows noise that was used before.
+that a step gave up.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -19,7 +15,6 @@ from core.records import VerificationMode
 from decode.draft import Draft, VerifyItem
 from decode.sampling.draft_noise import DraftDraw, draw_draft
 from decode.sampling.history import TokenHistory
-from decode.verification import block, distributions
 from decode.verification.verify import verify
 from tests.bench.goodness_of_fit import FitTest, fit
 from tests.bench.synthetic_chains import (
@@ -36,8 +31,6 @@ from tests.bench.synthetic_chains import (
     toy_logits,
 )
 
-BlockFault = Literal["coin_of_the_position_only"]
-BLOCK_FAULTS: tuple[BlockFault, ...] = ("coin_of_the_position_only",)
 ANSWER_TOKENS = 3
 ANSWER_DRAFT = 2
 BATCH = 4000
@@ -116,27 +109,8 @@ class AnswerScenario:
         return f"{self.verification} answers K={ANSWER_DRAFT}"
 
 
-def run_answers(scenario: AnswerScenario, fault: BlockFault | None = None) -> Counts:
+def run_answers(scenario: AnswerScenario) -> Counts:
     """[answers, ANSWER_TOKENS] tokens; answer i has seed i."""
-    with _planted(fault):
-        return _run_answers(scenario)
-
-
-@contextmanager
-def _planted(fault: BlockFault | None) -> Iterator[None]:
-    """A coin that a step gave up is thrown again in the next."""
-
-    def of_position_only(item: VerifyItem, position: int, trial: int) -> float:
-        return distributions.accept_uniform(item, position, 0)
-
-    if fault is None:
-        yield
-    else:
-        with patch.object(block, "accept_uniform", of_position_only):
-            yield
-
-
-def _run_answers(scenario: AnswerScenario) -> Counts:
     parts = []
     for first in range(0, scenario.num_answers, BATCH):
         seeds = range(first, min(first + BATCH, scenario.num_answers))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from core.drafter_settings import DraftModelSettings
 from core.records import SamplingParams, VerificationMode
-from core.settings import DraftModelSettings, EngineSettings
+from core.settings import EngineSettings
 from decode.draft import Draft
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.protocol import Drafter, DraftRequest, Observation

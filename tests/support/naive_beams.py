@@ -62,7 +62,7 @@ def naive_beam_search(
         for rank, (negative, _, _, ids) in enumerate(ranking):
             if length == longest or ends_by_id(sampling, ids):
                 if rank < width:
-                    kept.append((-negative / length**penalty, ids))
+                    kept.append((-negative / math.pow(length, penalty), ids))
             elif len(running) < width:
                 running.append((-negative, ids))
         kept = sorted(kept, key=lambda entry: -entry[0])[:width]
@@ -80,7 +80,7 @@ def _enough(sampling: SamplingParams, best: float, worst: float, length: int, lo
     reach = length
     if sampling.early_stopping == "never" and sampling.length_penalty > 0:
         reach = longest
-    return best / reach**sampling.length_penalty <= worst
+    return best / math.pow(reach, sampling.length_penalty) <= worst
 
 
 def table_of_logits(vocabulary: int, seed: int, spread: float = 1.5) -> LogitsOf:

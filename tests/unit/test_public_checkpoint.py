@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from core.drafter_settings import HeadSettings
 from core.errors import FailedPrecondition, InvalidArgument, ServiceError
-from core.settings import EngineSettings, HeadSettings
+from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.heads import load_head
 from engine.engine import Engine

@@ -140,6 +140,19 @@ async def test_a_frozen_redis_is_unavailable_within_the_command_timeout(
     assert await state.list_workers() == (RECORD,)
 
 
+async def test_a_task_that_calls_again_and_again_ends_when_it_is_cancelled(state: ControlState) -> None:
+    async def calls() -> None:
+        while True:
+            await state.ping()
+
+    for number in range(400):
+        task = asyncio.create_task(calls())
+        await asyncio.sleep(number % 20 * 1e-4)
+        task.cancel()
+        ended, _ = await asyncio.wait([task], timeout=2)
+        assert ended, f"cancellation {number} was lost"
+
+
 async def test_nobody_there_is_unavailable_not_a_redis_error(tmp_path: Path) -> None:
     state = ControlState(f"unix://{tmp_path}/nobody.sock", SETTINGS)
     with pytest.raises(ControlStateUnavailable):

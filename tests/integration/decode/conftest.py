@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.settings import (
-    DecodeSettings,
+from core.drafter_settings import (
     DraftersSettings,
     DraftModelSettings,
     HeadSettings,
@@ -15,6 +14,7 @@ from core.settings import (
     NgramSettings,
     ScriptedSettings,
 )
+from core.settings import DecodeSettings
 from decode.drafters.heads import KINDS
 from tests.support.decode_stand import DecodeStand, decode_stand
 from tests.support.tiny_heads import make_tiny_head

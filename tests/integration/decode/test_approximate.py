@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from core.drafter_settings import BildSettings, CascadeSettings, DraftersSettings, DraftModelSettings
 from core.errors import InvalidArgument
 from core.records import SamplingParams, SpeculationParams
-from core.settings import BildSettings, CascadeSettings, DecodeSettings, DraftersSettings, DraftModelSettings
+from core.settings import DecodeSettings
 from tests.integration.decode.conftest import VOCAB, prompt_of
 from tests.support.decode_stand import DecodeStand, decode_stand
 from tests.support.tiny_model import make_tiny_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import DeadlineExceeded, InvalidArgument
-from core.records import SamplingParams, SpeculationParams
+from core.records import EarlyStopping, SamplingParams, SpeculationParams
 from core.settings import DecodeSettings, EngineSettings
 from decode.sampling.arithmetic import Float32
 from engine.doctor import run_chunks
@@ -77,15 +77,19 @@ async def test_logprobs_of_the_answer_add_up_to_its_score(
     assert total / len(answer.ids) == pytest.approx(expected.score, rel=1e-5)
 
 
-async def test_a_stop_string_ends_the_answer_and_is_not_in_its_text(stand: DecodeStand) -> None:
-    prompt, sampling = prompt_of(30), replace(BEAMS, repetition_penalty=1.5, max_tokens=24)
-    free = await stand.ask(prompt, sampling)
-    character = next(text for text in free.text[0][4:] if text.isascii() and text.isprintable())
-    stopped = await stand.ask(prompt, replace(sampling, stop=(character,), early_stopping=True))
+@pytest.mark.parametrize("early_stopping", [True, "never"])
+async def test_a_stop_string_ends_the_answer_and_is_not_in_its_text(
+    stand: DecodeStand, early_stopping: EarlyStopping
+) -> None:
+    letters = dict.fromkeys(b"ABCD", 100.0)
+    sampling = replace(BEAMS, logit_bias=letters, frequency_penalty=2.0, max_tokens=24)
+    free = await stand.ask(prompt_of(30), sampling)
+    stops = (free.text[0][6:9], "no text of this")
+    stopped = await stand.ask(prompt_of(30), replace(sampling, stop=stops, early_stopping=early_stopping))
+    whole = bytes(stopped.ids).decode()
     assert stopped.reasons[0] == "FINISH_REASON_STOP"
-    assert stopped.stop_strings[0] == character
-    assert character not in stopped.text[0]
-    assert chr(stopped.ids[-1]) == character
+    assert whole == stopped.text[0] + stopped.stop_strings[0]
+    assert stops[0] not in whole[:-1]
 
 
 async def test_searches_and_requests_with_every_drafter_in_one_batch_equal_themselves_alone(

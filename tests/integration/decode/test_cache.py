@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from core.drafter_settings import CacheSettings, DraftersSettings
 from core.records import SamplingParams, SpeculationParams
-from core.settings import CacheSettings, DecodeSettings, DraftersSettings, EngineSettings
+from core.settings import DecodeSettings, EngineSettings
 from decode.drafters.cache import CacheDrafter
 from tests.integration.decode.conftest import prompt_of
 from tests.support.decode_stand import Answer, DecodeStand, decode_stand

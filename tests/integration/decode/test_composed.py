@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from core.records import SamplingParams, SpeculationParams
-from core.settings import (
-    DecodeSettings,
+from core.drafter_settings import (
     DraftersSettings,
     DraftModelSettings,
-    EngineSettings,
     NgramSettings,
     RecursiveSettings,
     SequoiaSettings,
     SpecInferSettings,
 )
+from core.records import SamplingParams, SpeculationParams
+from core.settings import DecodeSettings, EngineSettings
 from decode.draft import Draft
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.protocol import DraftBudget
@@ -162,7 +161,7 @@ async def test_a_member_that_fails_costs_its_drafts_only(
     tiny_model: Path, script: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     async with decode_stand(tiny_model, script, decode=settings(tiny_model)) as stand:
-        plain = await stand.ask(PROMPTS[0], HOT)
+        plain = await stand.ask(PROMPTS[0], SAMPLED)
         model = draft_models(stand)
         real = getattr(model, where)
         fired = 0
@@ -175,7 +174,7 @@ async def test_a_member_that_fails_costs_its_drafts_only(
             raise RuntimeError(f"broken in {where}")
 
         monkeypatch.setattr(model, where, broken)
-        answer = await stand.ask(PROMPTS[0], HOT, SpeculationParams(drafter="specinfer", draft_length=4))
+        answer = await stand.ask(PROMPTS[0], SAMPLED, SpeculationParams(drafter="specinfer", draft_length=4))
         assert fired == 1, "the fault never fired, or the member was asked again"
         assert answer.ids == plain.ids
         assert answer.report is not None

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from core.drafter_settings import LayerSkipSettings
 from core.records import SamplingParams, SpeculationParams
-from core.settings import DecodeSettings, EngineSettings, LayerSkipSettings
+from core.settings import DecodeSettings, EngineSettings
 from tests.integration.decode.conftest import prompt_of
 from tests.integration.decode.test_exact_text import record, seen
 from tests.support.decode_stand import Answer, DecodeStand, decode_stand

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.drafter_settings import DraftersSettings, LookaheadSettings
 from core.records import SamplingParams, SpeculationParams
-from core.settings import DecodeSettings, DraftersSettings, EngineSettings, LookaheadSettings
+from core.settings import DecodeSettings, EngineSettings
 from decode.draft import Draft
 from decode.drafters.none import NoneDrafter
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, Observation
@@ -34,7 +35,7 @@ FIXED = SPECULATIONS[1]
 
 def worker_settings(window: int = 4, ngram: int = 3, **decode: int) -> DecodeSettings:
     drafters = DraftersSettings(lookahead=LookaheadSettings(window=window, ngram=ngram))
-    return DecodeSettings(drafters=drafters, **decode)  # type: ignore[arg-type]
+    return DecodeSettings(drafters=drafters, **decode)
 
 
 def small_engine(num_blocks: int = 128, max_context: int | None = None) -> EngineSettings:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from core.drafter_settings import DraftersSettings, RestSettings
 from core.records import SamplingParams, SpeculationParams
-from core.settings import DecodeSettings, DraftersSettings, RestSettings
+from core.settings import DecodeSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.corpus import CorpusWriter
 from decode.drafters.vocabulary import vocabulary_digest

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from core.records import EarlyStopping, SamplingParams
 from decode.beam_group import BeamGroup
 from decode.beam_search import BeamSearch, Candidate, Hypothesis
 from decode.finisher import Finisher
+from decode.sampling.arithmetic import Float32
 from decode.sampling.history import TokenHistory
 from decode.sampling.pipeline import BAD_WORDS, NOT_FINITE
 from engine.kv_cache import KvCache, KvLayout
@@ -226,10 +228,10 @@ def test_a_search_begins_again_after_it_gave_its_blocks_back() -> None:
 
 
 def test_a_beam_that_has_nothing_left_is_dropped_and_the_last_one_names_its_constraint() -> None:
-    row = [0.0, -1.0, -2.0]
+    row: Float32 = np.array([0.0, -1.0, -2.0], np.float32)
 
-    def logits_of(ids: tuple[int, ...]) -> "torch.Tensor":
-        return torch.tensor(row).numpy()
+    def logits_of(ids: tuple[int, ...]) -> Float32:
+        return row
 
     bans = tuple((0, token_id) for token_id in range(3))
     sampling = SamplingParams(beam_width=2, bad_word_ids=bans, eos_token_ids=(9,))
@@ -242,8 +244,8 @@ def test_a_beam_that_has_nothing_left_is_dropped_and_the_last_one_names_its_cons
 
 
 def test_numbers_that_are_none_are_told() -> None:
-    def logits_of(ids: tuple[int, ...]) -> "torch.Tensor":
-        return torch.tensor([0.0, math.nan if len(ids) > 1 and ids[-1] == 1 else 0.5]).numpy()
+    def logits_of(ids: tuple[int, ...]) -> Float32:
+        return np.array([0.0, math.nan if len(ids) > 1 and ids[-1] == 1 else 0.5], np.float32)
 
     searched = Searched(logits_of, SamplingParams(beam_width=2), 5)
     list(searched.steps())
@@ -260,7 +262,8 @@ def test_logprobs_are_those_of_the_tokens_before_any_processing() -> None:
     plain = SamplingParams()
     for end, entry in enumerate(best.hypothesis.logprobs):
         raw = log_probs_after(logits_of, plain, PROMPT, token_ids[:end])
-        assert (entry.token_id, entry.logprob) == (token_ids[end], pytest.approx(raw[token_ids[end]]))
+        assert entry.token_id == token_ids[end]
+        assert entry.logprob == pytest.approx(raw[token_ids[end]])
         assert [value for _, value in entry.top] == pytest.approx(sorted(raw, reverse=True)[:2])
     assert len(best.hypothesis.logprobs) == len(token_ids)
 

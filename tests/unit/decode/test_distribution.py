@@ -5,7 +5,7 @@ import pytest
 
 from tests.bench.distribution import FAULT_P, SMALLEST_P, examine
 from tests.bench.goodness_of_fit import FitTest, fit, holm
-from tests.bench.synthetic_blocks import AnswerScenario, judge_answers, run_answers
+from tests.bench.synthetic_blocks import AnswerScenario
 from tests.bench.synthetic_chains import FAULTS, Fault, Scenario, judge, run
 from tests.bench.synthetic_trees import (
     TREE_FAULTS,
@@ -57,12 +57,6 @@ def test_a_drafter_that_looks_at_its_tokens_is_refuted(fault: TreeFault) -> None
     scenario = fault_scenario(fault, 8000)
     smallest = holm(judge_trees(scenario, run_trees(scenario, fault)))[0]
     assert smallest.p_value < FAULT_P, smallest
-
-
-def test_a_coin_that_is_thrown_again_is_refuted() -> None:
-    scenario = AnswerScenario("block", 20_000)
-    (test,) = judge_answers(scenario, run_answers(scenario, "coin_of_the_position_only"))
-    assert test.p_value < FAULT_P
 
 
 def test_the_fit_accepts_the_truth_and_refutes_a_shift_and_the_impossible() -> None:

@@ -95,7 +95,7 @@ def test_a_path_that_leaves_the_grammar_has_no_mask_and_does_no_harm() -> None:
 def test_behind_the_end_there_is_only_the_end() -> None:
     state = state_of("regex", "ab?")
     assert ids_of(state, (ord("a"), END)) == {END}
-    assert state.mask((ord("a"), END, ord("b"))) is None
+    assert state.mask((ord("a"), END, ord("b"))) is None, "nor behind a path over it"
     assert state.mask((END,)) is None, "before an a nothing ends"
     history = TokenHistory([1], b"a")
     ended = GrammarState(compiled("regex", "ab?"), history, SamplingParams(eos_token_ids=(END,)), WIDTH)

@@ -11,7 +11,8 @@ from decode.sampling import sampler
 from decode.sampling.arithmetic import Float64
 from decode.sampling.draft_noise import DraftDraw, draw_children
 from decode.sampling.history import TokenHistory
-from decode.verification import distributions
+from decode.sampling.noise import uniform
+from decode.verification import block, distributions
 from decode.verification.verify import verify
 
 TABLE = torch.randn(30, 30, generator=torch.Generator().manual_seed(6)).mul(1.5)
@@ -26,7 +27,7 @@ class Taken:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.numbers: Counter[tuple[int, int]] = Counter()
         self.draws: Counter[int] = Counter()
-        uniform, earliest = distributions.uniform, sampler.earliest
+        earliest = sampler.earliest
 
         def counted_uniform(key: int, trial: int = 0) -> float:
             self.numbers[key, trial] += 1
@@ -45,6 +46,25 @@ def test_no_number_is_taken_twice_in_an_answer(
     mode: VerificationMode, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = Taken(monkeypatch)
+    write_answer(mode, width)
+    assert max(taken.numbers.values()) == 1
+    assert max(taken.draws.values()) == 1
+    assert not {key for key, _ in taken.numbers} & set(taken.draws)
+
+
+def test_a_coin_of_the_position_alone_would_be_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks judge positions that they then give up, so the next step judges them again."""
+    taken = Taken(monkeypatch)
+
+    def of_position_only(item: VerifyItem, position: int, trial: int) -> float:
+        return distributions.accept_uniform(item, position, 0)
+
+    monkeypatch.setattr(block, "accept_uniform", of_position_only)
+    write_answer("block", 1)
+    assert max(taken.numbers.values()) > 1
+
+
+def write_answer(mode: VerificationMode, width: int) -> None:
     history = TokenHistory([1, 2])
     num_accepted = num_steps = 0
     while history.num_output < NUM_TOKENS:
@@ -55,9 +75,6 @@ def test_no_number_is_taken_twice_in_an_answer(
         num_accepted += len(verdict.accepted_rows)
         num_steps += 1
     assert 0 < num_accepted < 3 * num_steps, "drafts were accepted and rejected"
-    assert max(taken.numbers.values()) == 1
-    assert max(taken.draws.values()) == 1
-    assert not {key for key, _ in taken.numbers} & set(taken.draws)
 
 
 def grown(history: TokenHistory, mode: VerificationMode, width: int) -> Draft:

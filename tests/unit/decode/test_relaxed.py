@@ -28,11 +28,9 @@ def logits_of(*likely: float) -> torch.Tensor:
     return rows
 
 
-def item_of(draft: Draft, threshold: float, **sampling: object) -> VerifyItem:
-    history = TokenHistory([1, 2])
-    return VerifyItem(
-        SamplingParams(seed=1, **sampling), 1, 0, history, 2, 0, draft, rollback_threshold=threshold
-    )  # type: ignore[arg-type]
+def item_of(draft: Draft, threshold: float, **changed: object) -> VerifyItem:
+    sampling = SamplingParams(seed=1, **changed)  # type: ignore[arg-type]
+    return VerifyItem(sampling, 1, 0, TokenHistory([1, 2]), 2, 0, draft, rollback_threshold=threshold)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from core.settings import EngineSettings, HeadSettings
+from core.drafter_settings import HeadSettings
+from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.artifact import read_manifest, read_tensors, write_artifact
 from decode.drafters.heads import load_head

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from core.drafter_settings import Quantisation
 from core.errors import InvalidArgument
-from core.settings import Quantisation
 from engine.quantise import quantised_product
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.drafter_settings import BildSettings, CascadeSettings, DraftersSettings, DraftModelSettings
 from core.errors import InvalidArgument
 from core.records import APPROXIMATE_DRAFTERS, SamplingParams
-from core.settings import BildSettings, CascadeSettings, DraftersSettings, DraftModelSettings, EngineSettings
+from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
 from decode.draft import NO_DRAFT
 from decode.drafters.bild import BildDrafter, confidences

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.settings import CacheSettings
+from core.drafter_settings import CacheSettings
 from decode.draft import Draft
 from decode.drafters.answer_link import AnswerLink
 from decode.drafters.cache import CacheDrafter

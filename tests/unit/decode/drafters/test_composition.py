@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from core.drafter_settings import DraftersSettings
 from core.errors import InvalidArgument
-from core.settings import DraftersSettings, EngineSettings
+from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.protocol import Drafter
 from decode.drafters.registry import build_drafters

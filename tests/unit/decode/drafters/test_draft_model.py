@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.drafter_settings import DraftModelSettings
 from core.errors import FailedPrecondition
 from core.records import SamplingParams
-from core.settings import DraftModelSettings, EngineSettings
+from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
 from decode.draft import Draft
 from decode.drafters.draft_model import CATCH_UP_ROWS, LAG, DraftModelDrafter

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from core.drafter_settings import HeadSettings
 from core.errors import FailedPrecondition, InvalidArgument
 from core.records import SamplingParams
-from core.settings import EngineSettings, HeadSettings
+from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.head_drafter import CATCH_UP_ROWS, NOT_FINITE, HeadDrafter

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from core.drafter_settings import LayerSkipSettings
 from core.errors import FailedPrecondition, InvalidArgument
 from core.records import SamplingParams, VerificationMode
-from core.settings import EngineSettings, LayerSkipSettings
+from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
 from decode.draft import Draft
 from decode.drafters.artifact import read_manifest, write_artifact
@@ -154,7 +155,7 @@ def test_the_adapter_is_what_its_formula_says(model: Path, artifact: Path) -> No
 
 def test_requests_of_one_batch_equal_themselves_alone_in_any_mixture(model: Path, artifact: Path) -> None:
     drafter, engine = load(model, artifact)
-    biased = replace(GREEDY, logit_bias={5: 40.0})
+    biased = replace(GREEDY, logit_bias={5: 1000.0})
     kinds: list[tuple[SamplingParams, VerificationMode]] = [
         (GREEDY, "invariant"), (HOT, "invariant"), (HOT, "rejection"), (biased, "invariant"), (GREEDY, "rejection"),
     ]  # fmt: skip

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from core.drafter_settings import LookaheadSettings
 from core.records import SamplingParams, VerificationMode
-from core.settings import LookaheadSettings
 from decode.draft import Draft, VerifyItem
 from decode.drafters.lookahead import LookaheadDrafter, window_parents
 from decode.drafters.protocol import DraftBudget, DraftRequest, Observation
@@ -159,7 +159,7 @@ def test_it_does_what_the_algorithm_says(window: int, ngram: int, guesses: int, 
         assert len(set(nodes)) == len(nodes), "siblings are distinct"
         plain.iterate(text, model)
         total += accepted
-    assert total > 0
+    assert total > 0 or window == 1
 
 
 def test_a_row_of_the_window_sees_its_column_and_the_oldest_level_before_it() -> None:

@@ -14,9 +14,10 @@ from safetensors.torch import load as loads
 from safetensors.torch import save_file
 from torch import Tensor
 
+from core.drafter_settings import MedusaSettings
 from core.errors import FailedPrecondition, InvalidArgument
 from core.records import SamplingParams
-from core.settings import EngineSettings, MedusaSettings
+from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
 from decode.draft import Draft
 from decode.drafters.head_drafter import NOT_FINITE

@@ -110,7 +110,7 @@ def test_each_member_hears_the_longest_prefix_of_the_accepted_path_that_it_draft
     found = paths(verified)
     accepted = data.draw(st.sampled_from(found))
     for draft in drafts:
-        part, rows = own_part(draft, verified, accepted)
+        part, rows = own_part(draft, verified, accepted, with_auxiliary=True)
         known = paths(part)
         assert set(known) == set(paths(draft)) & set(found), "what was cut is as if never drafted"
         assert [known[row] for row in rows] == [accepted[: depth + 1] for depth in range(len(rows))]
@@ -121,5 +121,18 @@ def test_each_member_hears_the_longest_prefix_of_the_accepted_path_that_it_draft
 
 def test_auxiliary_rows_that_were_not_evaluated_are_not_told_of() -> None:
     draft = Draft((7,), (0,), auxiliary_token_ids=(20,), auxiliary_parents=(0,))
-    part, rows = own_part(draft, Draft((7,), (0,)), (7,))
+    part, rows = own_part(draft, Draft((7,), (0,)), (7,), with_auxiliary=False)
     assert (part.token_ids, part.auxiliary_token_ids, rows) == ((7,), (), (1,))
+
+
+def test_auxiliary_rows_keep_their_parents_where_nodes_are_cut() -> None:
+    draft = Draft((6, 7, 8), (0, 0, 2), auxiliary_token_ids=(20, 21), auxiliary_parents=(2, 4))
+    part, rows = own_part(draft, Draft((7,), (0,)), (7,), with_auxiliary=True)
+    assert (part.token_ids, part.parents, rows) == ((7,), (0,), (1,))
+    assert (part.auxiliary_token_ids, part.auxiliary_parents) == ((20, 21), (1, 2))
+
+
+def test_the_fault_of_one_is_told_only_where_none_has_a_draft() -> None:
+    broken = Draft(fault="draft_not_finite")
+    assert merge_drafts([NO_DRAFT, broken], keep_equal=False) is broken
+    assert merge_drafts([Draft((1,), (0,)), broken], keep_equal=False).fault == ""

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.drafter_settings import NgramSettings
 from core.records import SamplingParams
-from core.settings import NgramSettings
 from decode.draft import Draft
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.protocol import DraftBudget, DraftRequest, Observation

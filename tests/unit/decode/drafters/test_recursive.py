@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.drafter_settings import NgramSettings, RecursiveSettings
 from core.records import VerificationMode
-from core.settings import NgramSettings, RecursiveSettings
 from decode.drafters.protocol import DraftBudget
 from decode.drafters.recursive import RecursiveDrafter
 from tests.support.draft_model_stand import HOT, begin, draft_request, load_draft_model, rows_to, settle

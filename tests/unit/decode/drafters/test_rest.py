@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from core.drafter_settings import RestSettings
 from core.errors import InvalidArgument
-from core.settings import RestSettings
 from decode.drafters import corpus as corpus_module
 from decode.drafters.corpus import Corpus, CorpusWriter, read_manifest, sort_suffixes
 from decode.drafters.protocol import DraftBudget

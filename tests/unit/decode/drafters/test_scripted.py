@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.drafter_settings import ScriptedSettings
 from core.prefix_hash import prompt_digest
 from core.records import SamplingParams
-from core.settings import ScriptedSettings
 from decode.draft import Draft
 from decode.drafters.protocol import DraftBudget, DraftRequest, Observation
 from decode.drafters.scripted import (

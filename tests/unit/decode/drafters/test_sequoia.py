@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from core.clock import Clock, FakeClock, SystemClock
+from core.drafter_settings import SequoiaSettings
 from core.errors import InvalidArgument
-from core.settings import SequoiaSettings
 from decode.control.tree_measurements import read_measurements
 from decode.control.tree_plan import TreePlan
 from decode.draft import Draft

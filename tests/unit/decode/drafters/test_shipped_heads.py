@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from core.drafter_settings import DraftersSettings, HeadSettings, MedusaSettings
 from core.errors import InvalidArgument
-from core.settings import DraftersSettings, HeadSettings, MedusaSettings
 from decode.drafters.heads import head_settings
 from decode.drafters.shipped_heads import shipped_heads, with_shipped
 from engine.weights import open_model

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.drafter_settings import NgramSettings
 from core.records import VerificationMode
-from core.settings import NgramSettings
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.draft_model import LAG
 from decode.drafters.ngram import NgramDrafter
