@@ -9,6 +9,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 _STACK_BYTES = 64 * 2**20
+"""A JSON schema of 128 KiB, the most that settings allow, can nest 2,600 deep by references. Twice that still fits."""
 
 
 class GrammarThread:

@@ -126,7 +126,7 @@ class RouterSettings(Section):
     max_n: int = Field(16, ge=1)
     max_beam_width: int = Field(16, ge=1)
     max_draft_length: int = Field(64, ge=1)
-    max_grammar_bytes: int = Field(2**16, ge=64, le=2**20, description="Of a JSON schema, regex or EBNF.")
+    max_grammar_bytes: int = Field(2**16, ge=64, le=2**17, description="Of a JSON schema, regex or EBNF.")
     grammar_timeout_s: float = Field(5.0, gt=0, description="Longest compilation of a grammar.")
     max_attempts: int = Field(4, ge=1)
     policy_file: str | None = Field(

@@ -20,7 +20,7 @@ from core.wire import peer_from_wire, sampling_from_wire, speculation_from_wire,
 from outrider.v1 import common_pb2, decode_pb2
 
 _MAX_COUNT = 2**20
-_MAX_GRAMMAR_BYTES = 2**20
+_MAX_GRAMMAR_BYTES = 2**17
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,7 @@ BAD = [
     (replace(BOUND, grammar=Grammar("regex", "(")), "sampling.grammar"),
     (replace(BOUND, grammar=Grammar("ebnf", "root ::= lost")), "sampling.grammar"),
     (replace(BOUND, grammar=Grammar("regex", "")), "sampling.grammar"),
-    (replace(BOUND, grammar=Grammar("regex", "x" * (2**20 + 1))), "sampling.grammar"),
+    (replace(BOUND, grammar=Grammar("regex", "x" * (2**17 + 1))), "sampling.grammar"),
     (replace(BOUND, grammar=Grammar("ebnf", "root ::= root")), "sampling.grammar"),
     (replace(BOUND, eos_token_ids=()), "sampling.grammar"),
     (replace(BOUND, ignore_eos=True), "sampling.ignore_eos"),
