@@ -137,8 +137,7 @@ class GrammarCompiler:
         if compiled is None:
             source, tokens = _source_of(grammar), self._token_table()
             matcher = _guarded(lambda: LLMatcher(tokens, source, log_level=0, limits=_LIMITS))
-            if matcher.is_error():
-                raise InvalidArgument(FIELD, readable(matcher.get_error()))
+            _check_first_mask(matcher)
             compiled = CompiledGrammar(matcher, self._tokenizer.vocab_size)
             self._compiled[grammar.digest] = compiled
             if len(self._compiled) > MAX_COMPILED:
@@ -159,6 +158,15 @@ class GrammarCompiler:
                     FIELD, f"answers of this model cannot be constrained: {readable(str(error))}"
                 ) from error
         return self._tokens
+
+
+def _check_first_mask(matcher: LLMatcher) -> None:
+    """What is built lazily is built here, not in a step: a regular expression too large for its bounds ends here."""
+    first = matcher.deep_copy()
+    if not first.is_error():
+        _guarded(first.compute_bitmask)
+    if first.is_error():
+        raise InvalidArgument(FIELD, readable(first.get_error()))
 
 
 def _source_of(grammar: Grammar) -> str:

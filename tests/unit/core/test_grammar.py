@@ -64,6 +64,8 @@ HARSH: dict[str, tuple[GrammarKind, str]] = {
     "the classical exponential": ("regex", "(x+x+)+y"),
     "a subset construction of 2^40 states": ("regex", "(a|b)*a(a|b){40}"),
     "counted repetition of counted repetition": ("regex", "((a{1,100}){1,100}){1,100}"),
+    "optional tokens of which all may be left out": ("regex", "(a|b?)" * 4000),
+    "as many optional as wanted ones": ("regex", "a?" * 8000 + "a" * 8000),
     "many alternatives": ("regex", "|".join(f"{number:05d}" for number in range(9000))),
     "doubling terminals": (
         "ebnf",
