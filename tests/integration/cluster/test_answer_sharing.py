@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -25,6 +26,11 @@ from tests.unit.decode.drafters.test_cache import ANSWER, PROMPT, VOCAB, answere
 REGISTRY = RegistrySettings.model_validate({"command_timeout_s": 0.5})
 SECRET = b"of the deployment"
 LINEAGE = lineage_of("revision", "vocabulary")
+
+
+def direct_to(server: RedisServer) -> Any:  # Any: redis-py types its replies for every encoding at once
+    """A client of the test's own, which answers in bytes."""
+    return redis.asyncio.Redis.from_url(server.url)
 
 
 def numbered(number: int) -> list[int]:
@@ -153,7 +159,7 @@ async def test_streams_are_capped_shard_by_shard_and_expire(server: RedisServer)
         if number % 50 == 0:
             await worker.sharing.exchange()
     await worker.sharing.exchange()
-    async with redis.asyncio.Redis.from_url(server.url) as direct:
+    async with direct_to(server) as direct:
         keys = [f"outrider:answers:{LINEAGE}:{shard}" for shard in range(NUM_SHARDS)]
         lengths = {key: await direct.xlen(key) for key in keys}
         assert {key.decode() for key in await direct.keys("*")} == {key for key in keys if lengths[key]}
@@ -168,7 +174,7 @@ async def test_streams_are_capped_shard_by_shard_and_expire(server: RedisServer)
 async def test_no_name_or_salt_is_in_redis(server: RedisServer, pair: tuple[Worker, Worker]) -> None:
     pair[0].answers(0, "acme-corporation/0011223344556677")
     await pair[0].sharing.exchange()
-    async with redis.asyncio.Redis.from_url(server.url) as direct:
+    async with direct_to(server) as direct:
         (key,) = await direct.keys("*")
         ((_, fields),) = await direct.xrange(key)
         stored = key + b"".join([*fields, *fields.values()])
@@ -182,7 +188,7 @@ async def test_what_is_no_record_is_passed_over_and_counted(
     one, two = pair
     one.answers(1)
     await one.sharing.exchange()
-    async with redis.asyncio.Redis.from_url(server.url) as direct:
+    async with direct_to(server) as direct:
         key = (await direct.keys("outrider:answers:*"))[0].decode()
         (entry,) = await direct.xrange(key)
         good = entry[1][b"record"]
@@ -205,7 +211,7 @@ async def test_an_emptied_redis_takes_what_comes_next(
     one.answers(1)
     await one.sharing.exchange()
     await two.sharing.exchange()
-    async with redis.asyncio.Redis.from_url(server.url) as direct:
+    async with direct_to(server) as direct:
         await direct.flushall()
     one.answers(2)
     await one.sharing.exchange()
