@@ -113,7 +113,8 @@ def test_items_with_and_without_a_grammar_share_a_call() -> None:
     ]
     params = [free, SAMPLED, free, GREEDY]
     drafts = [Draft((97, 98), (0, 1)), Draft((ord("-"), ord("c")), (0, 0)), Draft(), Draft((97,), (0,))]
-    rows, items = [], []
+    rows: list[int] = []
+    items: list[VerifyItem] = []
     for history, sampling, draft in zip(histories, params, drafts, strict=True):
         position = len(history.token_ids)
         items.append(VerifyItem(sampling, 3, 0, history, position, len(rows), draft))
