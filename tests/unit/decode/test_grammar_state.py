@@ -144,9 +144,13 @@ def test_tokens_that_do_not_follow_the_grammar_are_no_beginning() -> None:
     assert caught.value.field == "sampling.grammar"
 
 
-def test_a_grammar_that_leads_nowhere_leaves_nothing_and_says_so() -> None:
-    state = state_of("regex", "a[^\\x00-\\U0010FFFF]")
-    mask = state.mask(b"a") if state.mask(()) is not None else None
-    assert mask is None or not mask.any()
+def test_a_grammar_that_leads_nowhere_is_refused_before_anything_is_drawn() -> None:
+    with pytest.raises(InvalidArgument, match="sampling.grammar"):
+        state_of("regex", "a[^\\x00-\\U0010FFFF]")
+
+
+def test_what_leaves_nothing_says_so() -> None:
+    state = state_of("regex", "ab")
+    assert state.mask(b"b") is None
     assert "grammar" in state.fault
     assert NOTHING_LEFT.startswith("the grammar")
