@@ -145,7 +145,7 @@ def test_tokens_that_do_not_follow_the_grammar_are_no_beginning() -> None:
 
 
 def test_a_grammar_that_leads_nowhere_is_refused_before_anything_is_drawn() -> None:
-    with pytest.raises(InvalidArgument, match="sampling.grammar"):
+    with pytest.raises(InvalidArgument, match=r"sampling\.grammar"):
         state_of("regex", "a[^\\x00-\\U0010FFFF]")
 
 
