@@ -20,11 +20,14 @@ from engine.engine import Engine
 from engine.step_batch import SequenceStep
 from outrider.v1 import common_pb2
 
-CHECKED_TOKENS: Final = 48
+CHECKED_TOKENS: Final = 64
 LEAST_SHARE: Final = 0.4
 """Of the acceptance that the manifest promises: over so few tokens a fit drafter may well be some way below it."""
 
-_QUESTION: Final = "Explain in a few sentences how a bicycle works, and list its most important parts."
+LEAST_EXPECTED: Final = 12.0
+"""Tokens that should be right: a promise too small to be judged by so short an answer is believed."""
+
+_QUESTION: Final = "Explain in detail how a bicycle works, and describe each of its most important parts."
 _KEY: Final = -1
 _LOG = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ def take_off_unfit(engine: Engine, drafters: dict[str, Drafter], tokenizer: Toke
     table = engine.kv.open()
     try:
         prompt = _prompt(tokenizer)
-        token_ids = _greedy_answer(engine, table, prompt)
+        token_ids = _greedy_answer(engine, table, prompt, frozenset(tokenizer.eos_token_ids))
         unfit: dict[str, str] = {}
         for name, promised in promises.items():
             reason = _judge(drafters[name], engine, table, token_ids, len(prompt), promised)
@@ -72,8 +75,10 @@ def _prompt(tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(_QUESTION)
 
 
-def _greedy_answer(engine: Engine, table: BlockTable, prompt: Sequence[int]) -> list[int]:
-    """Prompt and answer; the table has the states of all of them but the last."""
+def _greedy_answer(
+    engine: Engine, table: BlockTable, prompt: Sequence[int], end_ids: frozenset[int]
+) -> list[int]:
+    """Prompt and answer, up to its end; the table has the states of all of them but the last."""
     token_ids = list(prompt)
     for _ in range(CHECKED_TOKENS + 1):
         fresh = token_ids[table.num_tokens :]
@@ -83,6 +88,8 @@ def _greedy_answer(engine: Engine, table: BlockTable, prompt: Sequence[int]) -> 
             logits = engine.step([step]).logits
         engine.kv.commit(table, len(token_ids))
         token_ids.append(int(torch.argmax(logits[0])))
+        if token_ids[-1] in end_ids:
+            break
     return token_ids
 
 
@@ -95,14 +102,17 @@ def _judge(
     promised: float,
 ) -> str:
     """Why the drafter is unfit; "": it is fit."""
+    num_tokens = len(token_ids) - prompt_tokens - 1
+    if promised * num_tokens < LEAST_EXPECTED:
+        return ""
     try:
         right, drafted = _drafted_right(drafter, engine, table, token_ids, prompt_tokens)
     except Exception as error:  # boundary: drafters are guests; whatever they raise, the worker goes on
         _LOG.exception("drafter %s failed its self-check", drafter.name)
         return f"it raised {type(error).__name__}"
-    if right < LEAST_SHARE * promised * CHECKED_TOKENS:
+    if right < LEAST_SHARE * promised * num_tokens:
         return (
-            f"{right} of {CHECKED_TOKENS} tokens drafted right ({drafted} drafted at all), "
+            f"{right} of {num_tokens} tokens drafted right ({drafted} drafted at all), "
             f"its manifest promises {promised:.0%}"
         )
     return ""
@@ -127,7 +137,7 @@ def _drafted_right(
     try:
         while drafter.prefill(CHECKED_TOKENS):
             pass
-        for position in range(prompt_tokens + 1, prompt_tokens + 1 + CHECKED_TOKENS):
+        for position in range(prompt_tokens + 1, len(token_ids)):
             (draft,) = drafter.propose([DraftBudget(request, 1, 1)])
             drafted += bool(draft.token_ids)
             right += draft.token_ids[:1] == (token_ids[position],)
