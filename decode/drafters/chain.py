@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import NO_DRAFT, Draft
+from decode.drafters.draws import draw_at
 from decode.drafters.protocol import DraftRequest
 from decode.sampling.draft_noise import DraftDraw, DrawnToken
 
@@ -24,18 +25,7 @@ class GrowingChain:
 
     def next_draw(self) -> DraftDraw:
         """The draw of the next token, through the request's own pipeline."""
-        request = self.request
-        path = tuple(self.token_ids)
-        return DraftDraw(
-            sampling=request.sampling,
-            seed=request.seed,
-            choice=request.choice,
-            position=len(request.history.token_ids) + len(path),
-            verification=request.verification,
-            history=request.history,
-            path=path,
-            lane=request.draft_lane,
-        )
+        return draw_at(self.request, tuple(self.token_ids))
 
     def take(self, drawn: DrawnToken) -> bool:
         """Append a token; whether another one is wanted."""

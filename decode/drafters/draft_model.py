@@ -21,6 +21,7 @@ from core.tokenizer import Tokenizer
 from decode.control.tree_shape import TreeShape
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.draft_tree import DraftTree, GuessedChain, ShapeGrowth, growth_for
+from decode.drafters.draws import draw_at
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
 from decode.drafters.vocabulary import require_same_vocabulary
 from decode.sampling.draft_noise import DraftDraw, DrawnChildren, draw_children, draw_draft
@@ -212,7 +213,7 @@ class DraftModelDrafter:
         for state, step, start in zip(live, steps, result.logits_start, strict=True):
             tree = state.tree
             assert tree is not None
-            draws += [_draw_at(state.request, node.path()) for node in tree.open]
+            draws += [draw_at(state.request, node.path()) for node in tree.open]
             widths += tree.widths()
             wanted = 1 if step.logit_rows == "last" else step.num_rows
             rows += range(start + wanted - len(tree.open), start + wanted)
@@ -279,19 +280,6 @@ def _next_rows(state: _State) -> SequenceStep:
     start = table.num_tokens
     logit_rows: LogitRows = "last" if len(row_ids) == 1 else "all"
     return SequenceStep(table, start, [*token_ids[start:-1], *row_ids], logit_rows=logit_rows)
-
-
-def _draw_at(request: DraftRequest, path: tuple[int, ...]) -> DraftDraw:
-    return DraftDraw(
-        sampling=request.sampling,
-        seed=request.seed,
-        choice=request.choice,
-        position=len(request.history.token_ids) + len(path),
-        verification=request.verification,
-        history=request.history,
-        path=path,
-        lane=request.draft_lane,
-    )
 
 
 def _draw(draws: Sequence[DraftDraw], logits: Tensor, widths: Sequence[int]) -> list[DrawnChildren | None]:

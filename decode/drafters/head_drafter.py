@@ -14,6 +14,7 @@ from torch import Tensor
 from decode.control.tree_shape import TreeShape
 from decode.draft import NO_DRAFT, Draft
 from decode.drafters.draft_tree import DraftTree, Growth, Node, ShapeGrowth, confident_growth_for
+from decode.drafters.draws import draw_at
 from decode.drafters.head_model import HeadModel, HeadRows
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
 from decode.drafters.reduced_head import is_plain_argmax
@@ -188,7 +189,7 @@ class HeadDrafter:
         for proposal in live:
             for node, width in zip(proposal.tree.open, proposal.tree.widths(), strict=True):
                 rows.append(_Open(proposal, node, width, len(rows)))
-        draws = [_draw_of(one) for one in rows]
+        draws = [draw_at(one.proposal.state.request, one.node.path()) for one in rows]
         plain = [one for one, draw in zip(rows, draws, strict=True) if is_plain_argmax(draw)]
         drawn: list[DrawnChildren | None] = [None] * len(rows)
         if plain:
@@ -272,17 +273,3 @@ def _draft_of(proposal: _Proposal | None) -> Draft:
     if proposal is None:
         return NO_DRAFT
     return Draft(fault=NOT_FINITE) if proposal.broken else proposal.tree.draft()
-
-
-def _draw_of(one: _Open) -> DraftDraw:
-    request, path = one.proposal.state.request, one.node.path()
-    return DraftDraw(
-        sampling=request.sampling,
-        seed=request.seed,
-        choice=request.choice,
-        position=len(request.history.token_ids) + len(path),
-        verification=request.verification,
-        history=request.history,
-        path=path,
-        lane=request.draft_lane,
-    )
