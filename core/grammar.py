@@ -1,7 +1,7 @@
 """Grammars that an answer must follow, over the tokens of one vocabulary: JSON schema, regular expression, EBNF.
 
 `check_size` is cheap and comes first; `check_grammar` compiles without a vocabulary, as a router does; a
-`GrammarCompiler` compiles for one, as a decode worker does. Compiling takes milliseconds, with a bad will some hundred:
+`GrammarCompiler` compiles for one, as a decode worker does. Compiling takes milliseconds, with a bad will seconds:
 both belong on a `core/grammar_thread.py`. What a grammar may cost is bounded before (bytes, nesting) and while it is
 compiled or followed (`_LIMITS`): beyond them it is refused, or the answer ends with an error.
 
@@ -37,14 +37,15 @@ FIELD = "sampling.grammar"
 _MAX_MESSAGE_CHARACTERS = 200
 _BRACKETS = re.compile(r"\\.|[\[({]|[\])}]", re.DOTALL)
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=100_000,
-    step_max_items=25_000,
+    initial_lexer_fuel=300_000,
+    step_lexer_fuel=200_000,
+    step_max_items=4_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""Roughly 20 ms of regular expressions at compile time and 10 ms a mask; 100 MB of lexer states."""
+"""Masks of ordinary grammars take under 1 ms, those of the worst ones that we found some 70 ms; 100 MB of lexer states.
+A schema of 200 fields with patterns and formats stays under a tenth of each."""
 
 Result = TypeVar("Result")
 
@@ -112,15 +113,30 @@ class GrammarMatcher:
 
 
 class CompiledGrammar:
-    """A grammar for one vocabulary. Safe to share: every choice takes a matcher of its own."""
+    """A grammar for one vocabulary.
 
-    def __init__(self, start: LLMatcher, num_token_ids: int) -> None:
-        self._start = start
+    The library's copies of a matcher share the states that they build and the bounds on them, and where one meets a
+    bound all are broken. So an answer's matcher is compiled for it alone; those behind drafts are copies.
+    """
+
+    def __init__(self, compile_one: Callable[[], LLMatcher], num_token_ids: int) -> None:
+        self._compile_one = compile_one
+        self._drafts = compile_one()
         self.num_token_ids = num_token_ids
+        self.worn_out = False
+        """Whether drafts met a bound: to be compiled anew for the next request."""
 
     def matcher(self) -> GrammarMatcher:
-        """A new one, at the beginning."""
-        return GrammarMatcher(self._start.deep_copy())
+        """A new one at the beginning, sharing nothing. Compiles: off the engine thread."""
+        return GrammarMatcher(self._compile_one())
+
+    def draft_matcher(self) -> GrammarMatcher:
+        """A new one at the beginning; others can break it."""
+        return GrammarMatcher(self._drafts.deep_copy())
+
+    def wear_out(self) -> None:
+        """A draft matcher is broken, so all of them may be."""
+        self.worn_out = True
 
 
 class GrammarCompiler:
@@ -134,11 +150,13 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises InvalidArgument for a bad grammar, FailedPrecondition for a vocabulary that none can be held to."""
         compiled = self._compiled.get(grammar.digest)
-        if compiled is None:
+        if compiled is None or compiled.worn_out:
             source, tokens = _source_of(grammar), self._token_table()
-            matcher = _guarded(lambda: LLMatcher(tokens, source, log_level=0, limits=_LIMITS))
-            _check_first_mask(matcher)
-            compiled = CompiledGrammar(matcher, self._tokenizer.vocab_size)
+            compiled = CompiledGrammar(
+                lambda: _guarded(lambda: LLMatcher(tokens, source, log_level=0, limits=_LIMITS)),
+                self._tokenizer.vocab_size,
+            )
+            _check_first_mask(compiled.draft_matcher())
             self._compiled[grammar.digest] = compiled
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
@@ -160,13 +178,12 @@ class GrammarCompiler:
         return self._tokens
 
 
-def _check_first_mask(matcher: LLMatcher) -> None:
+def _check_first_mask(matcher: GrammarMatcher) -> None:
     """What is built lazily is built here, not in a step: a regular expression too large for its bounds ends here."""
-    first = matcher.deep_copy()
-    if not first.is_error():
-        _guarded(first.compute_bitmask)
-    if first.is_error():
-        raise InvalidArgument(FIELD, readable(first.get_error()))
+    if not matcher.error:
+        _guarded(matcher.bitmask)
+    if matcher.error:
+        raise InvalidArgument(FIELD, matcher.error)
 
 
 def _source_of(grammar: Grammar) -> str:

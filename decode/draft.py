@@ -43,6 +43,23 @@ class Draft:
             depths.append(1 if parent == 0 else depths[parent - 1] + 1)
         return tuple(depths)
 
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError for what is no tree of ids below `vocab_size`: no step could take it."""
+        token_ids = (*self.token_ids, *self.auxiliary_token_ids)
+        parents = (*self.parents, *self.auxiliary_parents)
+        if len(self.token_ids) != len(self.parents) or len(token_ids) != len(parents):
+            raise ValueError(f"{len(token_ids)} draft tokens have {len(parents)} parents")
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            raise ValueError(f"a draft token is none of {vocab_size} ids")
+        if not all(0 <= parent <= row for row, parent in enumerate(parents)):
+            raise ValueError("a draft token stands before its parent")
+        if self.draft_probs is not None and self.draft_probs.shape[0] != len(self.token_ids):
+            raise ValueError(
+                f"{len(self.token_ids)} nodes have {self.draft_probs.shape[0]} rows of draft_probs"
+            )
+        if self.sources and len(self.sources) != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} nodes have {len(self.sources)} sources")
+
     @property
     def num_rows(self) -> int:
         """Rows behind the root: nodes and auxiliary rows."""

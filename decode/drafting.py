@@ -37,8 +37,11 @@ class Drafting:
         metrics: Metrics,
         clock: Clock,
         settings: DecodeSettings,
+        vocab_size: int,
     ) -> None:
+        """`vocab_size`: ids that a draft may hold."""
         self._drafters = drafters
+        self._vocab_size = vocab_size
         self._pace = pace
         self._metrics = metrics
         self._clock = clock
@@ -127,12 +130,19 @@ class Drafting:
             for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
                 if draft.fault:
                     self._note(choice, draft.fault)
-                draft = _fitting(draft, choice.draft_request)
-                if choice.draft_request.verification == "block":
-                    draft = leading_chain(draft)
-                if draft.num_rows:
-                    drafts[choice.key] = cut_draft(draft, budget.draft_length, budget.max_nodes)
+                fitted = self._guard([choice], lambda: self._fitted(draft, budget))  # noqa: B023
+                if fitted is not None and fitted.num_rows:
+                    drafts[choice.key] = fitted
         return drafts
+
+    def _fitted(self, draft: Draft, budget: DraftBudget) -> Draft:
+        """As much of the draft as the request may try. Raises ValueError for what is no draft."""
+        draft.check(self._vocab_size)
+        request = budget.request
+        draft = _fitting(draft, request)
+        if request.verification == "block":
+            draft = leading_chain(draft)
+        return cut_draft(draft, budget.draft_length, budget.max_nodes)
 
     def observe(self, observations: Sequence[tuple[Choice, Observation]]) -> None:
         """Tell the drafters what became of the step."""

@@ -1,5 +1,6 @@
 """Brings a request's choices under its grammar before they join the batch. Event loop; compiling has its own thread."""
 
+from core.clock import Clock
 from core.grammar import CompiledGrammar, GrammarCompiler
 from core.grammar_thread import GrammarThread
 from core.tokenizer import Tokenizer
@@ -10,9 +11,10 @@ from decode.grammar_state import GrammarState
 class GrammarIntake:
     """One a worker. `vocabulary`: width of the target's logits."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, clock: Clock) -> None:
         self._compiler = GrammarCompiler(tokenizer)
         self._vocabulary = vocabulary
+        self._clock = clock
         self._thread = GrammarThread()
 
     async def constrain(self, request: Request) -> None:
@@ -36,6 +38,8 @@ class GrammarIntake:
         """None for a choice that has ended."""
         sampling = request.job.sampling
         return [
-            None if choice.ended else GrammarState(compiled, choice.history, sampling, self._vocabulary)
+            None
+            if choice.ended
+            else GrammarState(compiled, choice.history, sampling, self._vocabulary, self._clock)
             for choice in request.choices
         ]

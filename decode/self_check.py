@@ -42,8 +42,21 @@ class Promising(Protocol):
         ...
 
 
+@runtime_checkable
+class Composed(Protocol):
+    """A drafter made of others."""
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """Those that it drafts with."""
+        ...
+
+
 def take_off_unfit(engine: Engine, drafters: dict[str, Drafter], tokenizer: Tokenizer) -> dict[str, str]:
-    """Remove the drafters that accept far less than they promise; why, by name. Engine thread, before any request."""
+    """Remove the drafters that accept far less than they promise, and those made of them; why, by name.
+
+    Engine thread, before any request. A pool with little room checks less.
+    """
     promises = {
         name: drafter.promised_rate
         for name, drafter in drafters.items()
@@ -60,11 +73,22 @@ def take_off_unfit(engine: Engine, drafters: dict[str, Drafter], tokenizer: Toke
             reason = _judge(drafters[name], engine, table, token_ids, len(prompt), promised)
             if reason:
                 unfit[name] = reason
-                del drafters[name]
-                _LOG.error("drafter %s is not offered: %s", name, reason)
-        return unfit
+                unfit |= dict.fromkeys(_users(drafters, name), f"it drafts with {name}: {reason}")
     finally:
         engine.kv.close(table)
+    for name, reason in unfit.items():
+        drafters.pop(name, None)
+        _LOG.error("drafter %s is not offered: %s", name, reason)
+    return unfit
+
+
+def _users(drafters: dict[str, Drafter], name: str) -> list[str]:
+    """The drafters made of that one, at any remove; parts are hosted before what is made of them."""
+    found = [name]
+    for user, drafter in drafters.items():
+        if isinstance(drafter, Composed) and any(part.name in found for part in drafter.parts):
+            found.append(user)
+    return found[1:]
 
 
 def _prompt(tokenizer: Tokenizer) -> list[int]:
@@ -78,9 +102,11 @@ def _prompt(tokenizer: Tokenizer) -> list[int]:
 def _greedy_answer(
     engine: Engine, table: BlockTable, prompt: Sequence[int], end_ids: frozenset[int]
 ) -> list[int]:
-    """Prompt and answer, up to its end; the table has the states of all of them but the last."""
+    """Prompt and answer, up to its end or as far as there is room; the table has the states of all but the last."""
     token_ids = list(prompt)
-    for _ in range(CHECKED_TOKENS + 1):
+    stats, layout = engine.kv.stats(), engine.kv.layout
+    room = min(stats.free * layout.block_size, engine.max_context) - len(prompt)
+    for _ in range(min(CHECKED_TOKENS + 1, room)):
         fresh = token_ids[table.num_tokens :]
         engine.kv.reserve(table, len(token_ids))
         with turn_of(engine.turns):
@@ -103,7 +129,7 @@ def _judge(
 ) -> str:
     """Why the drafter is unfit; "": it is fit."""
     num_tokens = len(token_ids) - prompt_tokens - 1
-    if promised * num_tokens < LEAST_EXPECTED:
+    if num_tokens < 1 or promised * num_tokens < LEAST_EXPECTED:
         return ""
     try:
         right, drafted = _drafted_right(drafter, engine, table, token_ids, prompt_tokens)

@@ -75,8 +75,10 @@ class DecodeWorker:
         self._ticket_keys = ticket_keys
         self._numerics = engine.numerics.digest()
         self.peer = describe_peer(identity, engine.kv.layout, engine.numerics)
-        drafting = Drafting(self.drafters, self._pace, self.metrics, self.clock, settings)
         self.limits = _limits(engine, tokenizer, settings)
+        drafting = Drafting(
+            self.drafters, self._pace, self.metrics, self.clock, settings, self.limits.vocab_size
+        )
         self._loop = DecodeLoop(
             Target(engine, self.limits.vocab_size),
             settings,
@@ -88,7 +90,7 @@ class DecodeWorker:
         )
         self._thread = EngineThread(self._loop.turn, self.clock, engine.turns, self._loop.has_work)
         self._factory = RequestFactory(self.drafters, settings, tokenizer, engine.kv, self.limits)
-        self._grammars = GrammarIntake(tokenizer, engine.config.vocab_size)
+        self._grammars = GrammarIntake(tokenizer, engine.config.vocab_size, self.clock)
         self._client = HandoffClient(
             self.peer,
             engine.kv.layout,

@@ -12,7 +12,7 @@ from core.drafter_settings import RecursiveSettings
 from decode.draft import Draft
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.ngram import NgramDrafter
-from decode.drafters.protocol import DraftBudget, DraftRequest, Observation
+from decode.drafters.protocol import DraftBudget, Drafter, DraftRequest, Observation
 
 
 class RecursiveDrafter:
@@ -25,6 +25,11 @@ class RecursiveDrafter:
         self._ngram = NgramDrafter(settings.ngram)
         self._guess_length = settings.guess_length
         self.needs = replace(base.needs, max_draft_width=1, default_draft_width=1)
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """What it drafts with."""
+        return (self._base,)
 
     def start(self, request: DraftRequest) -> None:
         """Both take the choice on."""

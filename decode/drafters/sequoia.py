@@ -17,7 +17,7 @@ from decode.control.tree_measurements import TreeMeasurements, read_measurements
 from decode.control.tree_plan import TreeCosts, TreePlan
 from decode.control.tree_shape import TreeShape
 from decode.draft import Draft
-from decode.drafters.protocol import DraftBudget, DraftRequest, Observation
+from decode.drafters.protocol import DraftBudget, Drafter, DraftRequest, Observation
 from decode.drafters.tree_drafting import TreeDrafting
 
 MOST_NODES = 64
@@ -66,6 +66,11 @@ class SequoiaDrafter:
         self._plans: dict[int, TreePlan] = {}
         self._shapes: dict[_Wanted, TreeShape] = {}
         self._steps_to_plan = settings.replan_steps
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """What it drafts with."""
+        return (self._base,)
 
     def start(self, request: DraftRequest) -> None:
         """The base takes the choice on."""

@@ -41,6 +41,11 @@ class SpecInferDrafter:
         self.failures: Counter[str] = Counter()
         self.needs = union_of_needs([member.needs for member in members])
 
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """What it drafts with."""
+        return self._members
+
     def start(self, request: DraftRequest) -> None:
         """Every member takes the choice on."""
         self._take_on(request, lambda member, own: member.start(own))

@@ -17,7 +17,7 @@ class TokenConstraint(Protocol):
     def mask(self, path: Sequence[int]) -> Tensor | None:
         """[vocabulary] bool: what may come behind the draft tokens `path`, min_tokens heeded; not to be changed.
 
-        None: `path` itself is not allowed.
+        None: `path` itself is not allowed, or too costly to look behind; never for the empty path.
         """
         ...
 

@@ -56,17 +56,22 @@ def without_min_tokens(sampling: SamplingParams) -> SamplingParams:
 
 
 def name_fault(item: VerifyItem, walk: Walk) -> Walk:
-    """The walk of a masked item: where the grammar left nothing, its error says so."""
+    """The walk of a masked item: where the grammar left nothing, its error says so.
+
+    Where there is no mask behind the last accepted token, that token is the step's last: the next step draws behind it.
+    """
     grammar = item.history.grammar
     if walk.error != NOT_FINITE or grammar is None:
         return walk
     last = walk.accepted_rows[-1] if walk.accepted_rows else 0
     mask = grammar.mask(paths_of(item.draft)[last])
-    return walk if mask is not None and bool(mask.any()) else replace(walk, error=grammar.fault)
+    if mask is None:
+        return Walk(walk.accepted_rows[:-1], walk.token_ids)
+    return walk if bool(mask.any()) else replace(walk, error=grammar.fault)
 
 
 def allowed_part(draft: Draft, grammar: TokenConstraint) -> Draft:
-    """The draft without nodes that the grammar forbids, and without what hangs on them.
+    """The draft without nodes that the grammar forbids or cannot look behind, and without what hangs on them.
 
     Legal for what was not sampled, and where the text is drawn whatever was proposed: see `Draft`.
     """
@@ -75,7 +80,7 @@ def allowed_part(draft: Draft, grammar: TokenConstraint) -> Draft:
     rows = {0: 0}
     for node, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
         mask = grammar.mask(paths[parent]) if parent in rows else None
-        if mask is not None and bool(mask[token_id]):
+        if mask is not None and bool(mask[token_id]) and grammar.mask(paths[node + 1]) is not None:
             kept.append(node)
             rows[node + 1] = len(kept)
     if len(kept) == len(draft.token_ids):

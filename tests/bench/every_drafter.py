@@ -170,9 +170,19 @@ async def run_arm(
     plain: dict[tuple[str, float], tuple[int, ...]],
     max_tokens: int,
 ) -> Tally:
-    """One cell. A resumed answer is sent its first half."""
+    """One cell. A resumed answer is sent its first half; the cache is shown every answer before."""
     tally = Tally()
     places = asyncio.Semaphore(arm.concurrency)
+    if arm.drafter == "cache":
+        for prompt in prompts:
+            await ask(
+                client,
+                prompt,
+                max_tokens,
+                temperature=arm.temperature,
+                drafter="cache",
+                cache_salt=arm.label,
+            )
 
     async def one(prompt: Prompt) -> None:
         wanted = plain[prompt.prompt_id, arm.temperature]
@@ -187,7 +197,7 @@ async def run_arm(
                 draft_length=length_of(arm.drafter),
                 draft_width=arm.width or 1 if arm.drafter in TREES else None,
                 resume_token_ids=begun,
-                cache_salt=f"{arm.label}",
+                cache_salt=arm.label,
             )
         said = wanted if begun is None else wanted[len(begun) :]
         tally.take(

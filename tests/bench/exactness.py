@@ -2,8 +2,8 @@
 
     python -m tests.bench.exactness --prompts FILE [--limit N]
 
-(a) all prompts (arbitrary trees: some) under every arm at temperature 0 and 0.8, 8 at a time, one prefill and
-one decode worker;
+(a) all prompts (arbitrary trees: some) under every arm at temperature 0 and 0.8, 8 at a time and the two temperatures
+side by side, one prefill and one decode worker;
 (b) some of them one at a time; (c) some while the prefill worker is killed and comes back; (d) some while
 one of two decode workers is killed. The first arms are `none`: the reference. Every arm has a cache salt of
 its own, so that every prompt is handed off; one arm is repeated warm. Exit code 1 where any arm fails.
@@ -115,11 +115,11 @@ class Suite:
 
     async def references(self, cluster: LocalCluster) -> None:
         """The `none` arms; what they say is what every other arm must say, and what the script holds."""
-        for temperature in TEMPERATURES:
-            arm = Arm("none", "none", temperature, salt=f"none-{temperature}")
-            result = await self.run(cluster, arm, self.prompts)
-            self.reference[temperature] = {a.prompt_id: a.token_ids for a in result.answers if not a.error}
-            write_script(self.script, self.prompts, self.reference)
+        arms = [Arm("none", "none", temperature, salt=f"none-{temperature}") for temperature in TEMPERATURES]
+        for result in await asyncio.gather(*(self.run(cluster, arm, self.prompts) for arm in arms)):
+            told = {answer.prompt_id: answer.token_ids for answer in result.answers if not answer.error}
+            self.reference[result.arm.temperature] = told
+        write_script(self.script, self.prompts, self.reference)
 
 
 async def workers_of(cluster: LocalCluster) -> tuple[admin_pb2.WorkerStatus, ...]:
@@ -148,10 +148,12 @@ def write_script(path: Path, prompts: Sequence[Prompt], reference: dict[float, d
 async def eight_at_a_time(suite: Suite, cluster: LocalCluster) -> None:
     """Part (a), and one arm again with a warm cache."""
     for arm in SPECULATING:
-        for temperature in TEMPERATURES:
-            served = replace(arm, temperature=temperature, salt=f"{arm.name}-{temperature}")
-            some = arm.name == "scripted-tree"
-            await suite.run(cluster, served, spread(suite.prompts, TREE_PROMPTS) if some else suite.prompts)
+        prompts = spread(suite.prompts, TREE_PROMPTS) if arm.name == "scripted-tree" else suite.prompts
+        both = [
+            replace(arm, temperature=temperature, salt=f"{arm.name}-{temperature}")
+            for temperature in TEMPERATURES
+        ]
+        await asyncio.gather(*(suite.run(cluster, served, prompts) for served in both))
     chain = SPECULATING[0]
     warm = replace(chain, name="ngram chain, warm", salt=f"{chain.name}-0.0", cold=False)
     await suite.run(cluster, warm, suite.prompts)

@@ -13,6 +13,7 @@ import statistics
 import time
 from pathlib import Path
 
+from core.clock import SystemClock
 from core.grammar import CompiledGrammar, GrammarCompiler
 from core.records import Grammar, SamplingParams
 from core.settings import EngineSettings
@@ -106,7 +107,7 @@ def steps(engine: Engine, tokenizer: Tokenizer, compiled: CompiledGrammar | None
     sampling = SamplingParams(eos_token_ids=tokenizer.eos_token_ids, min_tokens=0)
     history = TokenHistory([1, 2])
     if compiled is not None:
-        history.grammar = GrammarState(compiled, history, sampling, engine.config.vocab_size)
+        history.grammar = GrammarState(compiled, history, sampling, engine.config.vocab_size, SystemClock())
     table = filled_table(engine, CONTEXT)
     engine.kv.reserve(table, CONTEXT + 1 + NUM_RIGHT + NUM_WRONG)
     seconds: list[float] = []

@@ -88,6 +88,50 @@ class _Slow(_Broken):
         return super().propose(budgets)
 
 
+class _Lying(_Broken):
+    """What it proposes is no draft."""
+
+    def __init__(self, draft: Draft) -> None:
+        super().__init__("")
+        self._draft = draft
+
+    def propose(self, budgets: Sequence[DraftBudget]) -> Sequence[Draft]:
+        self.raised += 1
+        return [self._draft for _ in budgets]
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        Draft((1, 2), (0, 2)),
+        Draft((1, 2), (0, -1)),
+        Draft((1, 2), (0,)),
+        Draft((1, 10**6), (0, 1)),
+        Draft((1, -1), (0, 1)),
+        Draft((1,), (0,), auxiliary_token_ids=(3,), auxiliary_parents=(2,)),
+        Draft((1, 2), (0, 1), draft_probs=torch.ones(1, 8)),
+        Draft((1, 2), (0, 1), sources=(0,)),
+    ],
+)
+async def test_what_is_no_draft_costs_its_request_the_drafter_and_nobody_else_anything(
+    stand: DecodeStand, draft: Draft
+) -> None:
+    lying = _Lying(draft)
+    stand.worker.drafters["broken"] = lying
+    plain = await stand.ask(prompt_of(30), SAMPLED)
+    answer, neighbour = await asyncio.gather(
+        stand.ask(prompt_of(30), SAMPLED, SpeculationParams(drafter="broken", draft_length=4)),
+        stand.ask(prompt_of(30), SAMPLED, SpeculationParams(drafter="ngram", draft_length=4)),
+    )
+    assert lying.raised == 1
+    assert answer.ids == neighbour.ids == plain.ids
+    assert answer.report is not None
+    assert answer.report.fallback_reason == "drafter_error"
+    assert neighbour.report is not None
+    assert neighbour.report.fallback_reason == ""
+    del stand.worker.drafters["broken"]
+
+
 class _Lost(_Broken):
     """Its numbers are none."""
 

@@ -104,12 +104,12 @@ def test_a_bad_grammar_is_refused_by_name_with_a_short_reason(kind: GrammarKind,
 def test_a_harsh_grammar_is_judged_in_time_and_followed_or_ended_in_time(
     kind: GrammarKind, text: str
 ) -> None:
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     try:
         check_grammar(Grammar(kind, text))
         matcher = GrammarCompiler(byte_tokenizer()).compile(Grammar(kind, text)).matcher()
     except InvalidArgument:
-        assert time.perf_counter() - started_s < LONGEST_S
+        assert time.process_time() - started_s < LONGEST_S
         return
     for token_id in (*b"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", ord("x"), ord("[")):
         matcher.bitmask()
@@ -117,7 +117,7 @@ def test_a_harsh_grammar_is_judged_in_time_and_followed_or_ended_in_time(
         matcher.rollback(0)
         if matcher.error:
             break
-    assert time.perf_counter() - started_s < LONGEST_S
+    assert time.process_time() - started_s < LONGEST_S
 
 
 def test_size_is_counted_in_bytes_before_anything_is_read() -> None:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 
+from core.clock import FakeClock, SystemClock
 from core.errors import InvalidArgument
-from core.records import GrammarKind, SamplingParams
+from core.grammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
+from core.records import Grammar, GrammarKind, SamplingParams
 from decode.grammar_state import NOTHING_LEFT, GrammarState
 from decode.sampling.history import TokenHistory
-from tests.support.byte_grammar import END, compiled, next_ids
+from tests.support.byte_grammar import END, byte_tokenizer, compiled, next_ids
 
+CLOCK = SystemClock()
+GREEDY = SamplingParams(eos_token_ids=(END,))
 WIDTH = 260
 """Of the logits: wider than the vocabulary, as a padded head's are."""
 
@@ -37,7 +41,7 @@ GRAMMARS: dict[str, tuple[GrammarKind, str]] = {
 
 def state_of(kind: GrammarKind, text: str, answer: bytes = b"", **sampling: object) -> GrammarState:
     params = SamplingParams(eos_token_ids=(END,), **sampling)  # type: ignore[arg-type]
-    return GrammarState(compiled(kind, text), TokenHistory([1, 2], answer), params, WIDTH)
+    return GrammarState(compiled(kind, text), TokenHistory([1, 2], answer), params, WIDTH, CLOCK)
 
 
 def ids_of(state: GrammarState, path: Sequence[int] = ()) -> set[int]:
@@ -51,7 +55,7 @@ def ids_of(state: GrammarState, path: Sequence[int] = ()) -> set[int]:
 def test_masks_of_a_tree_equal_those_of_matchers_built_anew(kind: GrammarKind, text: str) -> None:
     generator = random.Random(5)
     history = TokenHistory([1, 2])
-    state = GrammarState(compiled(kind, text), history, SamplingParams(eos_token_ids=(END,)), WIDTH)
+    state = GrammarState(compiled(kind, text), history, GREEDY, WIDTH, CLOCK)
     for _ in range(12):
         answer = list(history.output_ids)
         paths: list[tuple[int, ...]] = [()]
@@ -74,7 +78,7 @@ def test_masks_of_a_tree_equal_those_of_matchers_built_anew(kind: GrammarKind, t
 def test_a_state_begun_behind_tokens_equals_one_that_went_along(kind: GrammarKind, text: str) -> None:
     generator = random.Random(9)
     history = TokenHistory([1, 2])
-    state = GrammarState(compiled(kind, text), history, SamplingParams(eos_token_ids=(END,)), WIDTH)
+    state = GrammarState(compiled(kind, text), history, GREEDY, WIDTH, CLOCK)
     for _ in range(16):
         allowed = ids_of(state)
         assert allowed == ids_of(state_of(kind, text, bytes(history.output_ids)))
@@ -98,7 +102,7 @@ def test_behind_the_end_there_is_only_the_end() -> None:
     assert state.mask((ord("a"), END, ord("b"))) is None, "nor behind a path over it"
     assert state.mask((END,)) is None, "before an a nothing ends"
     history = TokenHistory([1], b"a")
-    ended = GrammarState(compiled("regex", "ab?"), history, SamplingParams(eos_token_ids=(END,)), WIDTH)
+    ended = GrammarState(compiled("regex", "ab?"), history, GREEDY, WIDTH, CLOCK)
     history.extend([END])
     assert ids_of(ended) == {END}
 
@@ -154,3 +158,74 @@ def test_what_leaves_nothing_says_so() -> None:
     assert state.mask(b"b") is None
     assert "grammar" in state.fault
     assert NOTHING_LEFT.startswith("the grammar")
+
+
+COSTLY = "(([a-z]{1,90}x|[a-m]{1,800}y|[c-z]{2,700}){1,500}){1,9}"
+"""Meets the library's bounds after some tokens, sooner where drafts are looked behind."""
+
+
+def walked(
+    generator: random.Random, state: GrammarState, history: TokenHistory, num_drafts: int
+) -> list[set[int]]:
+    """What may come next, token by token, to the first that nothing may follow; paths are looked behind meanwhile."""
+    seen: list[set[int]] = []
+    while len(seen) < 60:
+        allowed = ids_of(state)
+        seen.append(allowed)
+        if not allowed - {END}:
+            break
+        for _ in range(num_drafts):
+            path = [generator.choice(b"abcdwxyz") for _ in range(generator.randrange(1, 9))]
+            state.mask(path)
+        history.extend([min(allowed - {END}, key=lambda token_id: (token_id * 37 + len(seen) * 11) % 251)])
+    return seen
+
+
+def test_drafts_and_other_requests_that_meet_a_bound_do_not_show_in_an_answer() -> None:
+    runs = []
+    for num_drafts in (0, 12, 40, 0):
+        history = TokenHistory([1, 2])
+        state = GrammarState(compiled("regex", COSTLY), history, GREEDY, WIDTH, CLOCK)
+        runs.append(walked(random.Random(num_drafts), state, history, num_drafts))
+    assert runs[1:] == runs[:1] * 3
+
+
+def test_drafts_that_break_their_matcher_end_drafting_only_and_the_grammar_is_compiled_anew() -> None:
+    compiler = GrammarCompiler(byte_tokenizer())
+    grammar = Grammar("regex", COSTLY)
+    history = TokenHistory([1, 2])
+    first = compiler.compile(grammar)
+    state = GrammarState(first, history, GREEDY, WIDTH, CLOCK)
+    generator = random.Random(3)
+    for _ in range(4000):
+        path = [generator.choice(b"abcdefwxyz") for _ in range(generator.randrange(1, 30))]
+        state.mask(path)
+        if first.worn_out:
+            break
+    assert first.worn_out, "no bound was met"
+    assert state.mask(b"klm") is None
+    assert ids_of(state) == next_ids("regex", COSTLY, b"")
+    assert compiler.compile(grammar) is not first
+
+
+def test_masks_that_take_too_long_are_for_the_answer_only() -> None:
+    clock = FakeClock()
+
+    class _Slow(GrammarMatcher):
+        def bitmask(self) -> bytes:
+            clock.advance(0.03)
+            return super().bitmask()
+
+    class _SlowCompiled(CompiledGrammar):
+        def draft_matcher(self) -> GrammarMatcher:
+            return _Slow(self._compile_one())
+
+    quick = compiled("regex", "[ab]{30}")
+    slow = _SlowCompiled(quick._compile_one, quick.num_token_ids)
+    history = TokenHistory([1, 2])
+    state = GrammarState(slow, history, GREEDY, WIDTH, clock)
+    looked = [state.mask((ord("a"),) * depth) is not None for depth in range(1, 9)]
+    assert looked == [True, True, True, True, False, False, False, False]
+    history.extend(b"ab")
+    assert ids_of(state) == {ord("a"), ord("b")}
+    assert state.mask(b"a") is None

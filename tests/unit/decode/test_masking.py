@@ -1,22 +1,25 @@
 """Verifying and drafting under a grammar: the text of plain decoding, raw log-probabilities, drafts that fit."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from core.clock import SystemClock
 from core.records import Grammar, SamplingParams, TokenLogprobs, VerificationMode
 from decode.draft import Draft, Verdict, VerifyItem
 from decode.grammar_state import GrammarState
 from decode.sampling.draft_noise import DraftDraw, draw_children, draw_draft
-from decode.sampling.history import TokenHistory
+from decode.sampling.history import TokenConstraint, TokenHistory
 from decode.sampling.masking import allowed_part, paths_of
 from decode.verification.verify import verify
 from tests.support.byte_grammar import END, compiled
 
 VOCABULARY = 256
+CLOCK = SystemClock()
 TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0)).mul(2)
 """A toy target: the logits of a row depend on its last token."""
 
@@ -36,7 +39,9 @@ def history_of(sampling: SamplingParams, answer: bytes = b"") -> TokenHistory:
     history = TokenHistory([1, 2], answer)
     grammar = sampling.grammar
     if grammar is not None:
-        history.grammar = GrammarState(compiled(grammar.kind, grammar.text), history, sampling, VOCABULARY)
+        history.grammar = GrammarState(
+            compiled(grammar.kind, grammar.text), history, sampling, VOCABULARY, CLOCK
+        )
     return history
 
 
@@ -101,6 +106,40 @@ def test_the_text_is_that_of_plain_decoding_whatever_was_drafted(
         output = list(history.output_ids)
         assert output[: output.index(END) + 1] == expected
     assert num_accepted > 0
+
+
+class _ShortSighted:
+    """A grammar that cannot be looked at behind more than `reach` draft tokens."""
+
+    fault = "none"
+
+    def __init__(self, grammar: TokenConstraint, reach: int) -> None:
+        self._grammar = grammar
+        self._reach = reach
+
+    def mask(self, path: Sequence[int]) -> torch.Tensor | None:
+        return self._grammar.mask(path) if len(path) <= self._reach else None
+
+
+@pytest.mark.parametrize("mode", ["invariant", "rejection", "block", "typical"])
+@pytest.mark.parametrize("reach", [0, 1, 2])
+def test_where_nothing_is_known_behind_an_accepted_token_the_next_step_goes_on_from_it(
+    mode: VerificationMode, reach: int
+) -> None:
+    expected = plain(GREEDY)
+    history = history_of(GREEDY)
+    assert history.grammar is not None
+    history.grammar = _ShortSighted(history.grammar, reach)
+    num_accepted = 0
+    while END not in history.output_ids:
+        right = tuple(expected[history.num_output : history.num_output + 4])
+        verdict = step(history, GREEDY, Draft(right, tuple(range(len(right)))), mode)
+        assert verdict.error is None
+        assert len(verdict.token_ids) == min(reach, len(right)) + 1
+        num_accepted += len(verdict.accepted_rows)
+        history.extend(verdict.token_ids)
+    assert list(history.output_ids)[: len(expected)] == expected
+    assert (num_accepted > 0) == (reach > 0)
 
 
 def test_items_with_and_without_a_grammar_share_a_call() -> None:

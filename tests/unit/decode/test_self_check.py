@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from core.drafter_settings import HeadSettings
+from core.drafter_settings import HeadSettings, NgramSettings
 from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.artifact import read_manifest, read_tensors, write_artifact
 from decode.drafters.heads import load_head
+from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoneDrafter
 from decode.drafters.protocol import Drafter
+from decode.drafters.specinfer import SpecInferDrafter
 from decode.self_check import take_off_unfit
 from engine.engine import Engine
 from tests.support.tiny_heads import make_tiny_head
@@ -64,3 +66,21 @@ def test_a_damaged_head_is_taken_off(model: Path, engine: Engine, tmp_path: Path
 def test_a_head_that_was_never_measured_is_believed(model: Path, engine: Engine, tmp_path: Path) -> None:
     drafters = hosted(model, engine, tmp_path / "head", 0.0, damaged=True)
     assert take_off_unfit(engine, drafters, Tokenizer.from_directory(model)) == {}
+
+
+def test_what_is_made_of_an_unfit_head_goes_with_it(model: Path, engine: Engine, tmp_path: Path) -> None:
+    drafters = hosted(model, engine, tmp_path / "head", 0.5, damaged=True)
+    drafters["ngram"] = NgramDrafter(NgramSettings())
+    drafters["specinfer"] = SpecInferDrafter([drafters["ngram"], drafters["eagle"]])
+    unfit = take_off_unfit(engine, drafters, Tokenizer.from_directory(model))
+    assert set(unfit) == {"eagle", "specinfer"}
+    assert unfit["specinfer"].startswith("it drafts with eagle")
+    assert set(drafters) == {"none", "ngram"}
+
+
+def test_a_pool_without_room_for_the_check_believes_the_promise(model: Path, tmp_path: Path) -> None:
+    settings = EngineSettings(dtype="float32", num_blocks=16, block_size=4, num_threads=1, hidden_layers=(2,))
+    engine = Engine.load(model, settings)
+    drafters = hosted(model, engine, tmp_path / "head", 0.5, damaged=True)
+    assert take_off_unfit(engine, drafters, Tokenizer.from_directory(model)) == {}
+    assert engine.kv.stats().used == 0
