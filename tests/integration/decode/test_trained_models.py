@@ -58,7 +58,7 @@ async def test_a_medusa2_model_is_served_by_its_name_with_its_own_heads(
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     model, rollouts = target
     line = f"train medusa2 --model {model} --rollouts {rollouts} --out {tmp_path}/run --epochs 1 --threads 1"
-    done(f"{line} --draft-vocab 128 --heads 2 --backbone-layers 2")
+    done(f"{line} --draft-vocab 300 --heads 2 --backbone-layers 2")
     directory = resolve_model("tiny@medusa2", tmp_path / "cache")
     assert "tiny@medusa2" in command("models list").stdout
     revision = open_model(directory).revision()
