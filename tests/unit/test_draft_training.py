@@ -21,14 +21,14 @@ from engine.truncate import truncate_model
 from engine.weights import open_model
 from tests.support.tiny_model import make_tiny_model
 from tests.support.tiny_rollouts import command, done, make_tiny_target
-from training.batch import TargetHead, make_batch
+from training.batch import TargetHead, answer_places, make_batch
 from training.draft_model import DraftModel, DraftModelOptions
 from training.features import Features, compute
 from training.heads import read_head
 from training.llama_stack import LlamaStack
 from training.loss import distilled_cross_entropy
 from training.rollout_store import Rollout, RolloutStore, read_recipe
-from training.run_head import HeadRun, Place, train_head
+from training.run_head import HeadRun, Place, is_held, train_head
 from training.trainer import TrainingPlan
 
 VOCAB = 256
@@ -90,7 +90,9 @@ def test_the_stack_computes_what_the_engine_computes(scaling: dict[str, Any] | N
     torch.testing.assert_close(states[0, :90], features.final, atol=2e-3, rtol=1e-3)
     upper = LlamaStack(engine.config, range(1, 3))
     upper.read(open_model(model))
-    torch.testing.assert_close(upper(batch.planes), states, atol=2e-3, rtol=1e-3)
+    again = upper(batch.planes)
+    torch.testing.assert_close(again[0, :90], states[0, :90], atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(again[1], states[1], atol=2e-3, rtol=1e-3)
 
 
 def test_distillation_over_chunks_is_the_plain_cross_entropy_and_so_is_its_gradient() -> None:
@@ -150,6 +152,16 @@ def soft(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_tiny_target(tmp_path_factory.mktemp("soft"), logit_scale=0.1)
 
 
+@torch.no_grad()
+def divergence(draft: DraftModel, target: TargetHead, found: list[Features]) -> float:
+    """Mean KL of the target from the draft over answer tokens."""
+    batch = make_batch(found, 100)
+    rows, tokens = answer_places(batch)
+    said = torch.softmax(batch.final[rows, tokens - 1] @ target.output.T, -1)
+    entropy = -(said * said.log()).sum(-1).mean()
+    return float(draft.losses(batch, target)[0] - entropy)
+
+
 def run_of(soft: tuple[Path, Path], folder: Path, plan: TrainingPlan) -> HeadRun:
     place = Place(soft[0], soft[0].parent / "features", 1)
     return HeadRun(place, folder, DraftModelOptions(1, 3), plan)
@@ -157,18 +169,15 @@ def run_of(soft: tuple[Path, Path], folder: Path, plan: TrainingPlan) -> HeadRun
 
 def trained(run: HeadRun, rollouts: Path, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     recipe = read_recipe(rollouts)
-    return train_head(run, recipe, list(RolloutStore(rollouts, recipe)), unheard, stop)  # type: ignore[return-value]
+    return train_head(run, recipe, list(RolloutStore(rollouts, recipe)), unheard, stop)
 
 
 def test_training_teaches_it_more_than_the_layers_it_began_as(
     soft: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    plan = TrainingPlan(epochs=30, batch=8, learning_rate=3e-3, warm_up_steps=5, save_steps=1000)
+    plan = TrainingPlan(epochs=20, batch=8, learning_rate=3e-3, warm_up_steps=5, save_steps=1000)
     judged = trained(run_of(soft, tmp_path / "draft", plan), soft[1])
     assert judged is not None
-    lines = (tmp_path / "draft" / "checkpoint" / "curve.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["losses"][0] for line in lines if "losses" in json.loads(line)]
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     manifest = draft_model_manifest(tmp_path / "draft")
     assert manifest is not None
     assert manifest.target_revision == open_model(soft[0]).revision()
@@ -178,6 +187,14 @@ def test_training_teaches_it_more_than_the_layers_it_began_as(
     again, _ = read_head(tmp_path / "draft")
     assert isinstance(again, DraftModel)
     assert (again.depth, again.sizes()) == (3, manifest.shape)
+    engine = Engine.load(soft[0], SETTINGS)
+    rollouts = list(RolloutStore(soft[1], read_recipe(soft[1])))
+    kept = [compute(engine, rollout) for rollout in rollouts if not is_held(rollout)]
+    fresh = DraftModelOptions(1, 3).make(engine.config, range(300))
+    fresh.begin(open_model(soft[0]))
+    target = target_of(engine)
+    before, after = (divergence(draft, target, kept) for draft in (fresh, again))
+    assert after < 0.7 * before
 
 
 def test_a_stopped_run_ends_with_the_bytes_of_one_that_was_not(

@@ -89,7 +89,7 @@ def test_heads_read_the_trained_layers_and_the_original_teaches(engine: Engine, 
     head, target, batch = fresh(engine, model), target_of(engine), batch_of(engine)
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
-        parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     states = head.states(batch, target)
     wanted = wanted_of(batch, target.reduced(head.target_ids), 3)
     losses = head.losses(batch, target)
