@@ -48,7 +48,9 @@ def engine_settings(spec: WorkerSpec) -> EngineSettings:
 
 def hosted_drafters(spec: WorkerSpec) -> DraftersSettings:
     """The drafters of this deployment's decode workers, heads that ship for its target among them."""
-    return with_shipped(spec.settings.decode_worker.drafters, open_model(model_directory(spec)).revision())
+    directory = model_directory(spec)
+    revision = open_model(directory).revision()
+    return with_shipped(spec.settings.decode_worker.drafters, revision, model=directory)
 
 
 def worker_record(

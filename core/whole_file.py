@@ -1,9 +1,12 @@
-"""Files that appear complete or not at all."""
+"""Files and directories that appear complete or not at all."""
 
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 
@@ -17,3 +20,33 @@ def written_whole(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """Holds the lock file of a directory; the kernel releases it if this process dies."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{target.name}.lock").open("w") as handle:
+        flock(handle, LOCK_EX)
+        yield
+
+
+@contextmanager
+def staged(target: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A directory that becomes `target` if the body succeeds, and is removed if it does not. Inside `locked`.
+
+    `replace`: a `target` that exists gives way to it; it is gone for a moment.
+    """
+    for stale in target.parent.glob(f".{target.name}.*/"):  # of a process that was killed: we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    retired = staging.with_name(f"{staging.name}.old")
+    try:
+        yield staging
+        staging.chmod(0o755)
+        if replace and target.exists():
+            os.rename(target, retired)
+        os.rename(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(retired, ignore_errors=True)

@@ -148,6 +148,14 @@ def wanted_of(batch: Batch, target: ReducedTarget, depth: int) -> Wanted:
     return Wanted(rows, tokens, target.probs(batch.final[rows, tokens - 1]))
 
 
+def answer_places(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Rows and tokens [n] int64 of all answer tokens that have one before them."""
+    counted = batch.answer.clone()
+    counted[:, :1] = False
+    rows, tokens = counted.nonzero(as_tuple=True)
+    return rows, tokens
+
+
 def computing_dtype() -> torch.dtype:
     """What products are computed in here: autocast's type, or float32 outside of it."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32

@@ -7,10 +7,15 @@ acceptance_length and rates (by depth) on rollouts held back.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from core.errors import InvalidArgument
 from core.whole_file import written_whole
+
+CHECKPOINTS: Final = "checkpoint"
+"""The folder of a run's checkpoint and curve, under its own."""
+
+CURVE: Final = "curve.jsonl"
 
 
 class Curve:
@@ -36,3 +41,17 @@ class Curve:
         """One line."""
         with self._path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+def read_curve(folder: Path) -> list[dict[str, Any]]:
+    """The points of a run whose checkpoint lies in `folder`, in order. Raises InvalidArgument where there are none."""
+    path = folder / CURVE
+    try:
+        points = [json.loads(line) for line in path.read_text().splitlines()]
+        for point in points:
+            float(point["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument("run", f"{path} is no curve of a training: {error}") from error
+    if not points:
+        raise InvalidArgument("run", f"{path} holds no step yet")
+    return points

@@ -5,12 +5,17 @@ A head of its own kind is a module beside `eagle3.py` and `medusa.py`, named in 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Final, Protocol
 
 from torch import Tensor, nn
 
+from decode.drafters.artifact import ArtifactManifest, read_tensors, write_artifact
 from engine.model_config import ModelConfig
+from engine.weights import ModelFiles
 from training.batch import Batch, TargetHead
+
+DEPTH_DECAY: Final = 0.8
 
 
 class DraftHead(nn.Module, ABC):
@@ -33,7 +38,7 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def losses(self, batch: Batch, target: TargetHead) -> list[Tensor]:
-        """Mean loss at each depth; the trainer sums them with `DEPTH_DECAY`."""
+        """Mean loss at each depth; the trainer sums them by `loss_weight`."""
 
     @abstractmethod
     def draft_ids(
@@ -45,12 +50,33 @@ class DraftHead(nn.Module, ABC):
         → Tensor  # [n, depth, ranks] int64: the target's ids, best first; called without gradients
         """
 
+    def loss_weight(self, place: int) -> float:
+        """What loss number `place` (from 0) of `losses` counts in the sum."""
+        return DEPTH_DECAY**place
+
+    def learning_rates(self) -> list[tuple[float, list[nn.Parameter]]]:
+        """All that is trained, in groups, each with its share of the plan's learning rate."""
+        return [(1.0, list(self.parameters()))]
+
+    def begin(self, files: ModelFiles) -> None:
+        """Take from the target what training starts from; called once for a fresh head. Here: nothing."""
+
     def tensors(self) -> dict[str, Tensor]:
         """The artifact's: bfloat16, ids in full width."""
         return {
             name: tensor.detach().bfloat16() if tensor.is_floating_point() else tensor
             for name, tensor in self.state_dict().items()
         }
+
+    def write(self, directory: Path, manifest: ArtifactManifest, target: Path) -> None:
+        """Write it as it is served. `target`: the directory of the target."""
+        del target
+        write_artifact(directory, manifest, self.tensors())
+
+    def read(self, directory: Path) -> None:
+        """Take the weights that `write` wrote. Raises InvalidArgument naming file and tensor."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors().items()}
+        self.load_state_dict(read_tensors(directory, shapes))
 
 
 class HeadOptions(Protocol):

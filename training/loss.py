@@ -6,6 +6,7 @@ while they are in the cache, so the backward pass has nothing left to do but sca
 """
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final, cast
 
@@ -24,9 +25,27 @@ def soft_cross_entropy(hidden: Tensor, matrix: Tensor, probs: Tensor) -> Tensor:
     hidden: Tensor  # [rows, hidden_dim]; matrix: Tensor  # [draft_vocab, hidden_dim]
     probs: Tensor  # [rows, draft_vocab] float32, each row summing to 1; constant
     """
+    return _cross_entropy(hidden, matrix, probs.__getitem__)
+
+
+def distilled_cross_entropy(hidden: Tensor, final: Tensor, matrix: Tensor) -> Tensor:
+    """As `soft_cross_entropy`, against softmax(final · matrixᵀ): over a whole vocabulary, of which no row is kept.
+
+    Its gradient is that of KL(target ‖ draft). hidden, final: Tensor  # [rows, hidden_dim]; final constant
+    matrix: Tensor  # [vocabulary, hidden_dim], constant
+    """
+    weights = matrix.to(computing_dtype())
+
+    def probs(rows: slice) -> Tensor:
+        return torch.softmax((final[rows].to(weights.dtype) @ weights.T).float(), dim=-1)
+
+    return _cross_entropy(hidden, weights, probs)
+
+
+def _cross_entropy(hidden: Tensor, matrix: Tensor, probs_of: Callable[[slice], Tensor]) -> Tensor:
     if len(hidden) == 0:
         return hidden.sum()
-    return cast(Tensor, _SoftCrossEntropy.apply(hidden, matrix, probs))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _SoftCrossEntropy.apply(hidden, matrix, probs_of))  # type: ignore[no-untyped-call]
 
 
 def reduced_precision() -> AbstractContextManager[Any]:
@@ -47,7 +66,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     """d loss / d logits = (softmax(logits) - probs) / rows, as each row of probs sums to 1."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, matrix: Tensor, probs: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, matrix: Tensor, probs_of: Callable[[slice], Tensor]) -> Tensor:
         dtype = computing_dtype()
         rows, weights = hidden.to(dtype), matrix.to(dtype)
         num_rows = len(rows)
@@ -57,9 +76,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
         total = torch.zeros(())
         for start in range(0, num_rows, _CHUNK_ROWS):
             part = slice(start, start + _CHUNK_ROWS)
+            probs = probs_of(part)
             log_probs = torch.log_softmax((rows[part] @ weights.T).float(), dim=-1)
-            total -= (log_probs * probs[part]).sum()
-            slope = log_probs.exp_().sub_(probs[part]).div_(num_rows).to(dtype)
+            total -= (log_probs * probs).sum()
+            slope = log_probs.exp_().sub_(probs).div_(num_rows).to(dtype)
             hidden_slope[part] = slope @ weights
             if wants_matrix:
                 slopes[part] = slope

@@ -1,5 +1,7 @@
 """Public EAGLE-3 checkpoints as artifacts of ours: every tensor accounted for, nothing guessed.
 
+Medusa's are in `public_medusa.py`.
+
 A folder holds config.json and safetensors; pickled weights are refused. What the checkpoint does not say (which target
 it is for, whether its layer numbers count from 0 or from 1) the caller says.
 """
@@ -39,8 +41,8 @@ class PublicHead:
 def import_eagle3(head: PublicHead, out: Path) -> ArtifactManifest:
     """Writes the artifact. Raises InvalidArgument naming file and tensor or key, FailedPrecondition for a misfit."""
     files = open_model(head.target)
-    config, values = files.config, _read_config(head.folder)
-    tensors = _read_tensors(head.folder)
+    config, values = files.config, read_config(head.folder)
+    tensors = {name: tensor for name, (_, tensor) in read_tensors(head.folder).items()}
     layers = _layers(head, values, config)
     draft_vocab = _whole(head.folder, values, "draft_vocab_size", config.vocab_size)
     _require_fit(head.folder, values, config)
@@ -72,7 +74,8 @@ def import_eagle3(head: PublicHead, out: Path) -> ArtifactManifest:
     return manifest
 
 
-def _read_config(folder: Path) -> Mapping[str, Any]:
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The checkpoint's config.json. Raises InvalidArgument naming the file."""
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -83,20 +86,36 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     return values
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, tuple[Path, Tensor]]:
+    """Every tensor of the folder's safetensors, with its file.
+
+    Raises InvalidArgument naming the file: one that cannot be read, or pickled weights, which are not opened.
+    """
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
-        pickled = [path.name for path in folder.glob("*.bin")] + [path.name for path in folder.glob("*.pt")]
-        hint = f"; {pickled[0]} is pickled: convert it to safetensors where you trust it" if pickled else ""
-        raise InvalidArgument(_FIELD, f"{folder} holds no .safetensors{hint}")
-    tensors: dict[str, Tensor] = {}
+        raise InvalidArgument(_FIELD, f"{folder} holds no .safetensors{_mend_of_pickle(folder)}")
+    tensors: dict[str, tuple[Path, Tensor]] = {}
     for shard in shards:
         try:
             with safe_open(shard, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
         except Exception as error:  # boundary: the library raises its own error for a bad file
             raise InvalidArgument(_FIELD, f"{shard} cannot be read: {error}") from error
+        for name, tensor in found.items():
+            if name in tensors:
+                raise InvalidArgument(_FIELD, f"{shard}: tensor {name} is also in {tensors[name][0]}")
+            tensors[name] = shard, tensor
     return tensors
+
+
+def _mend_of_pickle(folder: Path) -> str:
+    pickled = [path.name for suffix in ("*.bin", "*.pt") for path in sorted(folder.glob(suffix))]
+    if not pickled:
+        return ""
+    return (
+        f"; {pickled[0]} is pickled and can run code when it is opened: where you trust it, torch.load(..., "
+        f"weights_only=True) and safetensors.torch.save_file make {Path(pickled[0]).stem}.safetensors of it"
+    )
 
 
 def _whole(folder: Path, values: Mapping[str, Any], key: str, default: int | None = None) -> int:

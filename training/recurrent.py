@@ -220,11 +220,14 @@ class RecurrentHead(DraftHead):
         """
         attention, shape = self.layer.self_attn, self.shape
         batch, positions, _ = both.shape
-        query = _rotated(_heads(attention.q_proj(both), shape.num_heads), rotary) / math.sqrt(shape.head_dim)
+        query = rotated(split_heads(attention.q_proj(both), shape.num_heads), rotary)
+        query = query / math.sqrt(shape.head_dim)
         groups = shape.num_heads // shape.num_kv_heads
-        key = _rotated(_heads(attention.k_proj(both), shape.num_kv_heads), rotary)
+        key = rotated(split_heads(attention.k_proj(both), shape.num_kv_heads), rotary)
         keys.append(key.repeat_interleave(groups, dim=1))
-        values.append(_heads(attention.v_proj(both), shape.num_kv_heads).repeat_interleave(groups, dim=1))
+        values.append(
+            split_heads(attention.v_proj(both), shape.num_kv_heads).repeat_interleave(groups, dim=1)
+        )
         step = len(keys) - 1
         seen = torch.ones(positions, positions, dtype=torch.bool).tril(-step)
         scores = (query @ keys[0].transpose(-1, -2)).masked_fill_(~seen, -torch.inf)
@@ -240,7 +243,7 @@ class RecurrentHead(DraftHead):
         return cast(Tensor, attention.o_proj(mixed.transpose(1, 2).reshape(batch, positions, -1)))
 
 
-def _heads(rows: Tensor, count: int) -> Tensor:
+def split_heads(rows: Tensor, count: int) -> Tensor:
     """[batch, positions, count · dim] → [batch, count, positions, dim]"""
     return rows.view(*rows.shape[:-1], count, -1).transpose(1, 2)
 
@@ -263,7 +266,8 @@ def _rotary(positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor
     return doubled.cos(), doubled.sin()
 
 
-def _rotated(rows: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def rotated(rows: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rows [..., positions, head_dim] turned by the cosines and sines [positions, head_dim] of their positions."""
     cosines, sines = (part.to(rows.dtype) for part in rotary)
     first, second = rows.chunk(2, dim=-1)
     return rows * cosines + torch.cat([-second, first], dim=-1) * sines

@@ -1,4 +1,4 @@
-"""From rollouts to an artifact, for any kind of head: features, training, judging on rollouts held back, writing."""
+"""From rollouts to a trained draft of any kind: features, training, judging on rollouts held back, writing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,14 +11,15 @@ import torch
 
 from core.errors import InvalidArgument
 from core.settings import EngineSettings
-from decode.drafters.artifact import FORMAT, ArtifactManifest, write_artifact
+from decode.drafters.artifact import FORMAT, ArtifactManifest
 from engine.engine import Engine
 from engine.linear import WIDE_PLANS
 from engine.model_config import ModelConfig
 from engine.weights import open_model
 from training.batch import TargetHead, draft_vocabulary
+from training.curve import CHECKPOINTS
 from training.features import FeatureCache, Features
-from training.head import HeadOptions
+from training.head import DraftHead, HeadOptions
 from training.heads import read_head
 from training.judge import Judgement, judge
 from training.rollout_store import Recipe, Rollout
@@ -60,28 +61,53 @@ def is_held(rollout: Rollout) -> bool:
 def train_head(
     run: HeadRun, recipe: Recipe, rollouts: Sequence[Rollout], stage: Stage, stop: Callable[[], bool]
 ) -> dict[str, Judgement] | None:
-    """Trains, or goes on, and writes the artifact; what it reaches on held rollouts. None: `stop` came first.
+    """Trains, or goes on, and writes what was trained; what it reaches on held rollouts. None: `stop` came first.
 
     Raises InvalidArgument where rollouts, sizes or an earlier checkpoint do not fit.
     """
+    begun = begin(run, recipe, rollouts, stage)
+    trainer = begun.trainer(begun.head, run.plan, run.out)
+    train_to_end(trainer, "training", stage, stop)
+    if not trainer.done:
+        return None
+    judged = judge(begun.head, begun.target, all_of(begun.judging))
+    manifest = manifest_of(run, begun, trainer.progress, judged)
+    begun.head.write(run.out, manifest, run.place.model)
+    return judged
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A fresh head and what it is trained and judged on."""
+
+    head: DraftHead
+    target: TargetHead
+    training: FeatureCache
+    judging: FeatureCache
+    recipe: Recipe
+    config: ModelConfig
+
+    def trainer(self, head: DraftHead, plan: TrainingPlan, out: Path) -> Trainer:
+        """Of `head`, with its checkpoint under `out`. Raises InvalidArgument where one there does not fit."""
+        watched = tuple(islice(all_of(self.judging), _WATCHED_ROLLOUTS))
+        return Trainer(head, self.target, self.training, plan, out / CHECKPOINTS, watched)
+
+
+def begin(run: HeadRun, recipe: Recipe, rollouts: Sequence[Rollout], stage: Stage) -> Begun:
+    """Computes the features that are missing, and makes the head. Raises InvalidArgument for what does not fit."""
     kept = [rollout for rollout in rollouts if not is_held(rollout)]
     held = [rollout for rollout in rollouts if is_held(rollout)][:_JUDGED_ROLLOUTS]
     if not kept or not held:
         raise InvalidArgument("rollouts", f"{len(rollouts)} rollouts are too few to train and to judge on")
-    config = open_model(run.place.model).config
+    files = open_model(run.place.model)
+    config = files.config
     layers = run.options.trained_layers(config)
     target, (training, judging) = _prepared(run.place, recipe, layers, (kept, held), stage)
     torch.manual_seed(run.plan.seed)
     ids = draft_vocabulary(kept, min(run.options.draft_vocab, config.vocab_size))
     head = run.options.make(config, ids)
-    watched = tuple(islice(_all_of(judging), _WATCHED_ROLLOUTS))
-    trainer = Trainer(head, target, training, run.plan, run.out / "checkpoint", watched)
-    _train(trainer, stage, stop)
-    if not trainer.done:
-        return None
-    judged = judge(head, target, _all_of(judging))
-    write_artifact(run.out, _manifest(run, recipe, config, trainer, judged), head.tensors())
-    return judged
+    head.begin(files)
+    return Begun(head, target, training, judging, recipe, config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +130,7 @@ def judge_artifact(
         raise InvalidArgument("rollouts", f"{artifact} was trained for another model than rolled them out")
     layers = _trained_layers(manifest)
     target, (judging,) = _prepared(place, recipe, layers, (held,), stage)
-    return JudgedArtifact(judge(head, target, _all_of(judging)), manifest.acceptance)
+    return JudgedArtifact(judge(head, target, all_of(judging)), manifest.acceptance)
 
 
 def _trained_layers(manifest: ArtifactManifest) -> tuple[int, ...]:
@@ -153,8 +179,9 @@ def _engine(place: Place, layers: tuple[int, ...], longest: int) -> Iterator[Eng
         engine.close()
 
 
-def _train(trainer: Trainer, stage: Stage, stop: Callable[[], bool]) -> None:
-    told = stage("training", trainer.total_tokens)
+def train_to_end(trainer: Trainer, name: str, stage: Stage, stop: Callable[[], bool]) -> None:
+    """Of its plan, as the stage `name`, unless `stop` comes first."""
+    told = stage(name, trainer.total_tokens)
     seen = trainer.progress.tokens
     told(seen, "")
 
@@ -166,28 +193,30 @@ def _train(trainer: Trainer, stage: Stage, stop: Callable[[], bool]) -> None:
     trainer.run(stop, report)
 
 
-def _all_of(cache: FeatureCache) -> Iterator[Features]:
+def all_of(cache: FeatureCache) -> Iterator[Features]:
+    """The features of all its rollouts."""
     return chain.from_iterable(cache.read(part) for part in range(cache.num_parts))
 
 
-def _manifest(
-    run: HeadRun, recipe: Recipe, config: ModelConfig, trainer: Trainer, judged: Mapping[str, Judgement]
+def manifest_of(
+    run: HeadRun, begun: Begun, progress: Progress, judged: Mapping[str, Judgement]
 ) -> ArtifactManifest:
+    """What the head of a run is."""
     trained: dict[str, Any] = {
-        "rollouts": asdict(recipe),
+        "rollouts": asdict(begun.recipe),
         "plan": asdict(run.plan),
         "options": asdict(run.options),
-        "trained_layers": list(run.options.trained_layers(config)),
-        "steps": trainer.progress.step,
-        "tokens": trainer.progress.tokens,
+        "trained_layers": list(run.options.trained_layers(begun.config)),
+        "steps": progress.step,
+        "tokens": progress.tokens,
     }
     return ArtifactManifest(
         format=FORMAT,
-        kind=trainer.head.kind,
-        target_revision=recipe.model_revision,
-        tokenizer=recipe.tokenizer,
-        hidden_layers=run.options.hidden_layers(config),
-        shape=trainer.head.sizes(),
+        kind=begun.head.kind,
+        target_revision=begun.recipe.model_revision,
+        tokenizer=begun.recipe.tokenizer,
+        hidden_layers=run.options.hidden_layers(begun.config),
+        shape=begun.head.sizes(),
         recipe=trained,
         acceptance={name: [round(rate, 4) for rate in found.rates] for name, found in judged.items()},
         rank_acceptance=[[round(rate, 4) for rate in row] for row in judged["all"].rank_rates],

@@ -1,6 +1,6 @@
 """Training a head: batches in order, the learning rate, checkpoints that a killed run goes on from exactly.
 
-Any `DraftHead`. Loss: the head's at each depth, depth j (from 0) counting `DEPTH_DECAY` ** j.
+Any `DraftHead`. Loss: the head's at each depth, weighed as it says.
 """
 
 import hashlib
@@ -21,14 +21,13 @@ from torch import Tensor
 from core.errors import InvalidArgument
 from core.whole_file import written_whole
 from training.batch import Batch, TargetHead, make_batch, trained_tokens
-from training.curve import Curve
+from training.curve import CURVE, Curve
 from training.features import FeatureCache, Features
 from training.head import DraftHead
 from training.judge import judge
 from training.loss import reduced_precision
 
-DEPTH_DECAY: Final = 0.8
-_CHECKPOINT, _CURVE = "checkpoint.safetensors", "curve.jsonl"
+_CHECKPOINT: Final = "checkpoint.safetensors"
 _HEAD_PREFIX, _OPTIMISER_PREFIX = "head.", "optimiser."
 _LENGTHS_SORTED_OVER: Final = 8
 """Batches whose rollouts are sorted by length among each other: neighbours are padded less."""
@@ -90,13 +89,12 @@ class Trainer:
         self._plan = plan
         self._folder = folder
         self._watched = watched
-        self._optimiser = torch.optim.AdamW(
-            head.parameters(), lr=plan.learning_rate, betas=(0.9, 0.95), fused=True
-        )
+        groups = [{"params": trained, "share": share} for share, trained in head.learning_rates()]
+        self._optimiser = torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95), fused=True)
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / _CHECKPOINT).exists():
             self._load()
-        self._curve = Curve(folder / _CURVE, self.progress.step)
+        self._curve = Curve(folder / CURVE, self.progress.step)
 
     @property
     def done(self) -> bool:
@@ -199,10 +197,11 @@ class Trainer:
 
     def _step(self, batch: Batch) -> list[float]:
         for group in self._optimiser.param_groups:
-            group["lr"] = self._learning_rate()
+            group["lr"] = group["share"] * self._learning_rate()
         with reduced_precision():
             losses = self.head.losses(batch, self._target)
-        total = sum((DEPTH_DECAY**depth * loss for depth, loss in enumerate(losses)), torch.zeros(()))
+        weighed = (self.head.loss_weight(place) * loss for place, loss in enumerate(losses))
+        total = sum(weighed, torch.zeros(()))
         if not math.isfinite(float(total.detach())):
             raise InvalidArgument(
                 "learning_rate", f"the loss of step {self.progress.step + 1} is no number; take a lower rate"

@@ -1,4 +1,4 @@
-"""`outrider train`: what drafts are trained on, and the heads of `train_heads.py`."""
+"""`outrider train`: what drafts are trained on, and the trainings of `train_heads.py` and `train_models.py`."""
 
 import json
 from contextlib import closing
@@ -9,14 +9,15 @@ import typer
 
 from cluster.cli import options as o
 from cluster.cli.train_heads import (
+    HEAD_COMMANDS,
     eagle3_command,
-    eagle_command,
     exit_command,
+    head_command,
     judge_command,
-    medusa_command,
-    mtp_command,
 )
 from cluster.cli.train_import import import_command
+from cluster.cli.train_models import MEDUSA2, draft_command, medusa2_command
+from cluster.cli.train_plot import plot_command
 from cluster.cli.train_progress import say, shown_progress, stopping
 from core.environment import cache_directory
 from core.errors import ServiceError
@@ -28,11 +29,15 @@ if TYPE_CHECKING:
 
 train_app = typer.Typer(no_args_is_help=True, help="Train drafts on what the target says itself.")
 train_app.command("eagle3")(eagle3_command)
-train_app.command("eagle")(eagle_command)
-train_app.command("mtp")(mtp_command)
-train_app.command("medusa")(medusa_command)
+for kind in HEAD_COMMANDS:
+    train_app.command(kind.name, help=f"{kind.help} Ctrl-C checkpoints; the same command goes on.")(
+        head_command(kind)
+    )
 train_app.command("exit")(exit_command)
+train_app.command("draft")(draft_command)
+train_app.command(MEDUSA2)(medusa2_command)
 train_app.command("judge")(judge_command)
+train_app.command("plot")(plot_command)
 train_app.command("import")(import_command)
 TEMPERATURES: Final = (0.0, 0.0, 0.0, 0.7, 1.0)
 """Of answers: mostly greedy."""

@@ -20,22 +20,29 @@ def import_command(
     model: Annotated[str, typer.Option(help="The target that the head was trained for.")],
     layers: Annotated[
         str | None,
-        typer.Option(help="Captured layers, by comma. Absent: as the checkpoint says, or 3, spread."),
+        typer.Option(
+            help="EAGLE-3: captured layers, by comma. Absent: as the checkpoint says, or 3, spread."
+        ),
     ] = None,
     layer_base: Annotated[
-        int, typer.Option(min=0, max=1, help="1: layer numbers count the embedding's output as 0.")
+        int, typer.Option(min=0, max=1, help="EAGLE-3, 1: layer numbers count the embedding's output as 0.")
     ] = 0,
 ) -> None:
-    """Take an EAGLE-3 head that others trained; every tensor is accounted for, what does not fit is refused."""
+    """Take an EAGLE-3 head or Medusa heads that others trained; every tensor is accounted for."""
     from training.public_checkpoint import PublicHead, import_eagle3
+    from training.public_medusa import import_medusa, is_medusa
 
     try:
         numbers = None if layers is None else tuple(int(part) for part in layers.split(","))
     except ValueError:
         o.fail(InvalidArgument("layers", f"{layers!r} is no list of layers"))
     try:
-        target = resolve_model(model, cache_directory(), say)
-        manifest = import_eagle3(PublicHead(checkpoint, target, numbers, layer_base), out)
+        medusa = is_medusa(checkpoint)
+        head = PublicHead(checkpoint, resolve_model(model, cache_directory(), say), numbers, layer_base)
+        manifest = (import_medusa if medusa else import_eagle3)(head, out)
     except ServiceError as error:
         o.fail(error)
-    print(f"{out} holds an EAGLE-3 head on layers {', '.join(map(str, manifest.hidden_layers))}")
+    if medusa:
+        print(f"{out} holds {manifest.shape['num_heads']} Medusa heads")
+    else:
+        print(f"{out} holds an EAGLE-3 head on layers {', '.join(map(str, manifest.hidden_layers))}")

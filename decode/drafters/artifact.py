@@ -2,6 +2,8 @@
 
 What does not fit is refused by file and field: another target, another tokenizer, a tensor that is missing, left over
 or of another shape. Nothing is unpickled.
+
+A trained draft model is a model directory, with its manifest under a name of its own.
 """
 
 import json
@@ -18,7 +20,10 @@ from core.errors import FailedPrecondition, InvalidArgument
 from core.whole_file import written_whole
 
 FORMAT = 1
+DRAFT_MODEL = "draft_model"
 _MANIFEST, _WEIGHTS = "manifest.json", "model.safetensors"
+_DRAFT_MANIFEST = "outrider-draft.json"
+"""Of a draft model: others may keep a manifest.json in a model directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +51,19 @@ def write_artifact(directory: Path, manifest: ArtifactManifest, tensors: Mapping
     held = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with written_whole(directory / _WEIGHTS) as path:
         save_file(held, path)
-    with written_whole(directory / _MANIFEST) as path:
+    write_manifest(directory, manifest)
+
+
+def write_manifest(directory: Path, manifest: ArtifactManifest) -> None:
+    """Under the name that its kind has."""
+    name = _DRAFT_MANIFEST if manifest.kind == DRAFT_MODEL else _MANIFEST
+    with written_whole(directory / name) as path:
         path.write_text(json.dumps(asdict(manifest), indent=1))
 
 
 def read_manifest(directory: Path) -> ArtifactManifest:
     """Raises InvalidArgument naming file and field."""
-    path = directory / _MANIFEST
+    path = _manifest_path(directory)
     try:
         values = json.loads(path.read_text())
         if not isinstance(values, dict):
@@ -71,12 +82,23 @@ def read_manifest(directory: Path) -> ArtifactManifest:
     return manifest
 
 
+def draft_model_manifest(directory: Path) -> ArtifactManifest | None:
+    """Of a trained draft model; None for any other model directory. Raises InvalidArgument naming file and field."""
+    path = directory / _DRAFT_MANIFEST
+    if not path.is_file():
+        return None
+    manifest = read_manifest(directory)
+    if manifest.kind != DRAFT_MODEL:
+        raise InvalidArgument("artifact.kind", f"{path}: {manifest.kind!r}, not {DRAFT_MODEL}")
+    return manifest
+
+
 def require_target(directory: Path, manifest: ArtifactManifest, revision: str, tokenizer: str) -> None:
     """Raises FailedPrecondition where the draft is of another target."""
     for name, wanted in (("target_revision", revision), ("tokenizer", tokenizer)):
         if getattr(manifest, name) != wanted:
             raise FailedPrecondition(
-                f"artifact.{name}", f"{directory / _MANIFEST} was trained for another target"
+                f"artifact.{name}", f"{_manifest_path(directory)} was trained for another target"
             )
 
 
@@ -98,3 +120,8 @@ def read_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict
         if tuple(found[name].shape) != shape:
             raise InvalidArgument("artifact", f"{path}: {name} is {tuple(found[name].shape)}, not {shape}")
     return found
+
+
+def _manifest_path(directory: Path) -> Path:
+    own = directory / _DRAFT_MANIFEST
+    return own if own.is_file() else directory / _MANIFEST

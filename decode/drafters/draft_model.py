@@ -20,10 +20,11 @@ from core.errors import FailedPrecondition
 from core.tokenizer import Tokenizer
 from decode.control.tree_shape import TreeShape
 from decode.draft import NO_DRAFT, Draft
+from decode.drafters.artifact import draft_model_manifest, require_target
 from decode.drafters.draft_tree import DraftTree, GuessedChain, ShapeGrowth, growth_for
 from decode.drafters.draws import draw_at
 from decode.drafters.protocol import DraftBudget, DrafterNeeds, DraftRequest, Observation
-from decode.drafters.vocabulary import require_same_vocabulary
+from decode.drafters.vocabulary import require_same_vocabulary, vocabulary_digest
 from decode.sampling.draft_noise import DraftDraw, DrawnChildren, draw_children, draw_draft
 from engine.block_table import BlockTable
 from engine.engine import Engine
@@ -55,14 +56,23 @@ class DraftModelDrafter:
     name = "draft_model"
 
     def __init__(
-        self, engine: Engine, settings: DraftModelSettings, num_token_ids: int, target_vocab: int
+        self,
+        engine: Engine,
+        settings: DraftModelSettings,
+        num_token_ids: int,
+        target_vocab: int,
+        promised_rate: float | None = None,
     ) -> None:
-        """`num_token_ids`: leading ids that may be drafted. `target_vocab`: width of the target's logits."""
+        """`num_token_ids`: leading ids that may be drafted. `target_vocab`: width of the target's logits.
+
+        `promised_rate`: see `decode/self_check.py`.
+        """
         self._engine = engine
         self._settings = settings
         self._kv = engine.kv
         self._num_token_ids = num_token_ids
         self._target_vocab = target_vocab
+        self.promised_rate = promised_rate
         self._states: dict[int, _State] = {}
         layout = engine.kv.layout
         self.needs = DrafterNeeds(
@@ -76,22 +86,28 @@ class DraftModelDrafter:
 
     @classmethod
     def load(cls, settings: DraftModelSettings, target: Engine, tokenizer: Tokenizer) -> "DraftModelDrafter":
-        """Load the model and hold its vocabulary against the target's.
+        """Load the model and hold its vocabulary against the target's, and its manifest where it has one.
 
-        Raises FailedPrecondition where the tokenizers differ, InvalidArgument where the files are wrong.
+        Raises FailedPrecondition where the tokenizers differ or the manifest names another target, InvalidArgument
+        where the files are wrong.
         """
         path = Path(settings.model)
         if not path.exists():
             raise FailedPrecondition("drafters.draft_model.model", f"{path} does not exist")
         directory = path if path.is_dir() else path.parent
         num_token_ids = require_same_vocabulary(tokenizer, Tokenizer.from_directory(directory))
+        manifest = draft_model_manifest(directory)
+        rates: Sequence[float] = ()
+        if manifest is not None:
+            require_target(directory, manifest, target.numerics.model_revision, vocabulary_digest(tokenizer))
+            rates = manifest.acceptance.get("all", ())
         num_blocks = settings.num_blocks or target.settings.num_blocks
         update = {"num_blocks": num_blocks, "hidden_layers": (), "max_context": None, "core_turns": None}
         engine = Engine.load(
             path, target.settings.model_copy(update=update), quantisation=settings.quantisation
         )
         num_token_ids = min(num_token_ids, engine.config.vocab_size, target.config.vocab_size)
-        return cls(engine, settings, num_token_ids, target.config.vocab_size)
+        return cls(engine, settings, num_token_ids, target.config.vocab_size, rates[0] if rates else None)
 
     def start(self, request: DraftRequest) -> None:
         """Take a choice on; its prompt waits for `prefill`."""

@@ -2,8 +2,9 @@
 
 All heads of all requests are one product over the target's last hidden state and one over its output matrix, cut to the
 ids that may be drafted: a draft of any depth costs the same, and there is nothing to keep of a request but one hidden
-state. What a head says does not depend on the tokens drafted before, so a draft is a tree over the product of the
-heads' distributions (`product_tree.py`), and penalties see no draft path.
+state. Heads that others trained have an output matrix each, and a draft reads one for every depth. What a head says
+does not depend on the tokens drafted before, so a draft is a tree over the product of the heads' distributions
+(`product_tree.py`), and penalties see no draft path.
 
 Proposals are deterministic. Where the answer is sampled with shared noise, the tokens of a depth are ranked by
 log d + gumbel of that position, which is the same noise for every parent; under rejection by d alone: one-hot.
@@ -59,7 +60,10 @@ class MedusaDrafter:
             blocks = weights.weight.reshape(-1, self._hidden_dim).to(dtype)
             self._blocks = Linear(pack(blocks, settings.quantisation), plan)
             self._bias = weights.bias.to(dtype)
-            self._head = Linear(pack(engine.output_rows(weights.draft_ids), settings.quantisation), plan)
+            own = weights.matrices
+            matrices = [engine.output_rows(weights.draft_ids)] if own is None else list(own.to(dtype))
+            self._outputs = [Linear(pack(matrix, settings.quantisation), plan) for matrix in matrices]
+            self._shared_output = own is None
         self._norm = TorchPointwise(engine.config.norm_epsilon)
         self._norm_weight = engine.weights.final_norm
         self._draft_ids = weights.draft_ids
@@ -137,7 +141,11 @@ class MedusaDrafter:
             normed = self._norm.add_norm(states, None, self._norm_weight)
             blocks = self._blocks(normed).view(-1, self._num_heads, self._hidden_dim) + self._bias
             heads = normed[:, None] + functional.silu(blocks[:, :depth])
-            return self._head(heads.reshape(-1, self._hidden_dim)).float().view(len(requests), depth, -1)
+            if self._shared_output:
+                rows = heads.reshape(-1, self._hidden_dim)
+                return self._outputs[0](rows).float().view(len(requests), depth, -1)
+            said = [self._outputs[head](heads[:, head].contiguous()) for head in range(depth)]
+            return torch.stack(said, dim=1).float()
 
     def _find_levels(self, wanted: Sequence[_Wanted], logits: Tensor) -> None:
         plain: list[tuple[_Wanted, int]] = []

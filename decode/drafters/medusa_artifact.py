@@ -25,6 +25,7 @@ class MedusaWeights:
 
     weight: Tensor  # [num_heads, hidden_dim, hidden_dim]; bias: Tensor  # [num_heads, hidden_dim]
     draft_ids: Tensor  # [draft_vocab] int64, the target's, ascending
+    matrices: Tensor  # [num_heads, draft_vocab, hidden_dim], an output matrix of each head; None: the target's
     place: of the last layer's plane among those that the engine keeps
     rank_rates: measured acceptance by depth and rank; None where it was not measured
     promised_rate: measured acceptance of a chain at depth 1; None where it was not measured
@@ -33,6 +34,7 @@ class MedusaWeights:
     weight: Tensor
     bias: Tensor
     draft_ids: Tensor
+    matrices: Tensor | None
     place: int
     rank_rates: Sequence[Sequence[float]] | None
     promised_rate: float | None
@@ -69,6 +71,7 @@ def read_weights(settings: MedusaSettings, engine: Engine, tokenizer: Tokenizer)
         weight=tensors["weight"],
         bias=tensors["bias"],
         draft_ids=draft_ids,
+        matrices=tensors.get("matrices"),
         place=place,
         rank_rates=_rank_rates(directory, manifest, num_heads),
         promised_rate=rates[0] if rates else None,
@@ -76,18 +79,22 @@ def read_weights(settings: MedusaSettings, engine: Engine, tokenizer: Tokenizer)
 
 
 def medusa_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """The artifact's tensors. `sizes`: hidden_dim, num_heads, draft_vocab."""
-    hidden_dim, num_heads = sizes["hidden_dim"], sizes["num_heads"]
-    return {
+    """The artifact's tensors. `sizes`: hidden_dim, num_heads, draft_vocab; own_matrices 1: a matrix for each head."""
+    hidden_dim, num_heads, draft_vocab = sizes["hidden_dim"], sizes["num_heads"], sizes["draft_vocab"]
+    shapes: dict[str, tuple[int, ...]] = {
         "weight": (num_heads, hidden_dim, hidden_dim),
         "bias": (num_heads, hidden_dim),
-        "d2t": (sizes["draft_vocab"],),
+        "d2t": (draft_vocab,),
     }
+    if sizes.get("own_matrices"):
+        shapes["matrices"] = (num_heads, draft_vocab, hidden_dim)
+    return shapes
 
 
 def _sizes(directory: Path, manifest: ArtifactManifest) -> dict[str, int]:
     try:
-        return {name: int(manifest.shape[name]) for name in ("hidden_dim", "num_heads", "draft_vocab")}
+        sizes = {name: int(manifest.shape[name]) for name in ("hidden_dim", "num_heads", "draft_vocab")}
+        return sizes | {"own_matrices": int(manifest.shape.get("own_matrices", 0))}
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidArgument("artifact.shape", f"{directory}: {error} is missing or no number") from error
 

@@ -1,4 +1,7 @@
-"""The heads that ship with Outrider, by target: `shipped/TARGET/KIND/` beside this file, each an artifact."""
+"""The heads that ship with Outrider, by target: `shipped/TARGET/KIND/` beside this file, each an artifact.
+
+A model that was trained together with heads has them in its own directory, `heads/KIND/`: they ship with it.
+"""
 
 from pathlib import Path
 
@@ -20,23 +23,34 @@ from decode.drafters.medusa_artifact import KIND as MEDUSA
 _SHIPPED = Path(__file__).parent / "shipped"
 
 
-def shipped_heads(model_revision: str, root: Path = _SHIPPED) -> dict[str, Path]:
-    """Folders of the heads for a target, by kind."""
+def heads_folder(model: Path) -> Path:
+    """Where a model's directory holds heads of its own, each in a folder named by its kind."""
+    return model / "heads"
+
+
+def shipped_heads(model_revision: str, root: Path = _SHIPPED, model: Path | None = None) -> dict[str, Path]:
+    """Folders of the heads for a target, by kind; those in its directory `model` before others."""
     found: dict[str, Path] = {}
-    for manifest in sorted(root.glob("*/*/manifest.json")):
+    manifests = sorted(root.glob("*/*/manifest.json"))
+    if model is not None:
+        manifests += sorted(heads_folder(model).glob("*/manifest.json"))
+    for manifest in manifests:
         held = read_manifest(manifest.parent)
         if held.target_revision == model_revision:
             found[held.kind] = manifest.parent
     return found
 
 
-def with_shipped(settings: DraftersSettings, model_revision: str, root: Path = _SHIPPED) -> DraftersSettings:
+def with_shipped(
+    settings: DraftersSettings, model_revision: str, root: Path = _SHIPPED, model: Path | None = None
+) -> DraftersSettings:
     """Settings in which every head has its folder: heads without one, and those that nobody spoke of, ship with us.
 
-    Where EAGLE-3 ships, `specinfer` and `sequoia` are made of it unless they are configured. Raises InvalidArgument for
-    a head that was asked for without a folder and does not ship for this target.
+    `model`: the target's directory, which may hold heads of its own. Where EAGLE-3 ships, `specinfer` and `sequoia` are
+    made of it unless they are configured. Raises InvalidArgument for a head that was asked for without a folder and
+    does not ship for this target.
     """
-    found = shipped_heads(model_revision, root)
+    found = shipped_heads(model_revision, root, model)
     update: dict[str, Section] = {}
     for name, kind in (*KINDS.items(), (MEDUSA, MEDUSA)):
         head: HeadSettings | None = getattr(settings, name)

@@ -21,6 +21,7 @@ ALLOWED_IMPORTS: dict[str, tuple[str, ...]] = {
     ),
     "transformers": (),
     "llguidance": ("core/grammar.py",),
+    "matplotlib": ("training/plot.py",),
 }
 ALLOWED_USES: dict[str, tuple[str, ...]] = {
     "os.environ": ("core/environment.py",),

@@ -7,7 +7,7 @@ import pytest
 from core.drafter_settings import DraftersSettings, HeadSettings, MedusaSettings
 from core.errors import InvalidArgument
 from decode.drafters.heads import head_settings
-from decode.drafters.shipped_heads import shipped_heads, with_shipped
+from decode.drafters.shipped_heads import heads_folder, shipped_heads, with_shipped
 from engine.weights import open_model
 from tests.support.tiny_heads import make_tiny_head
 from tests.support.tiny_medusa import make_tiny_medusa
@@ -40,6 +40,18 @@ def test_medusa_heads_ship_too(model: Path, root: Path) -> None:
     folder = make_tiny_medusa(root / "tiny" / "medusa", model)
     settings = with_shipped(DraftersSettings(), open_model(model).revision(), root)
     assert settings.medusa == MedusaSettings(artifact=str(folder))
+
+
+def test_heads_in_the_models_own_directory_come_before_those_that_ship(model: Path, root: Path) -> None:
+    revision = open_model(model).revision()
+    make_tiny_medusa(root / "tiny" / "medusa", model)
+    own = make_tiny_medusa(heads_folder(model) / "medusa", model)
+    other = make_tiny_model(model.parent / "another", seed=9)
+    make_tiny_head(heads_folder(model) / "eagle", other, "eagle")
+    settings = with_shipped(DraftersSettings(), revision, root, model)
+    assert settings.medusa == MedusaSettings(artifact=str(own))
+    assert settings.eagle is None
+    assert open_model(model).revision() == revision
 
 
 def test_own_settings_keep_what_they_say(model: Path, root: Path) -> None:

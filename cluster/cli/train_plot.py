@@ -1,0 +1,22 @@
+"""`outrider train plot`: the curve of a run as a picture."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.cli.train_run import refusals
+
+
+def plot_command(
+    run: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="The `--out` of a training, ended or not.")
+    ],
+    out: Annotated[Path, typer.Option(help="PNG file.")],
+) -> None:
+    """Loss and held acceptance by step, as a PNG. Needs matplotlib: `pip install outrider[plots]`."""
+    from training.plot import plot_run
+
+    with refusals():
+        plot_run(run, out)
+    print(out)

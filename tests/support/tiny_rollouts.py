@@ -1,0 +1,34 @@
+"""A tiny target that chats, and its own rollouts, by the command."""
+
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from cluster.cli.app import app
+from tests.support.tiny_model import make_tiny_model
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def command(line: str) -> Result:
+    """What a command does."""
+    return CliRunner().invoke(app, line.split())
+
+
+def done(line: str) -> Result:
+    """As `command`, of one that ends well."""
+    result = command(line)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def make_tiny_target(folder: Path, *, tokens: int = 1500, logit_scale: float = 1.0) -> tuple[Path, Path]:
+    """Target and rollouts of so many answer tokens, in `folder`."""
+    model = make_tiny_model(folder / "tiny", vocab=300, logit_scale=logit_scale)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    line = f"train rollouts --model {model} --out {folder}/rollouts --batch 8 --user-tokens 12"
+    done(f"{line} --answer-tokens 16 --tokens {tokens} --threads 1")
+    return model, folder / "rollouts"
