@@ -193,12 +193,15 @@ def _rate(candidates: Sequence[DraftCandidate], lengths: Sequence[int], costs: S
 
 
 def seconds_at(table: Sequence[float], count: float) -> float:
-    """The table's seconds, interpolated between whole counts; 0 of nothing, beyond its end the last ones."""
+    """The table's seconds, interpolated between whole counts; 0 of nothing, beyond its end it goes on as it ended.
+
+    Rows beyond those of the largest step push others, of prompts or drafts, into a later one: they are not free.
+    """
     if not table or count <= 0:
         return 0.0
-    low = int(count)
-    if low >= len(table) - 1:
-        return table[-1]
+    low = min(int(count), len(table) - 2)
+    if low < 0:
+        return table[0]
     return table[low] + (count - low) * (table[low + 1] - table[low])
 
 

@@ -3,13 +3,15 @@
 import random
 from dataclasses import replace
 
+import pytest
+
 from decode.control.controller import (
     PROBE_SHARE,
     ControlledChoice,
     DraftLengthController,
     PlanEntry,
 )
-from decode.control.draft_length import DraftCandidate, StepCosts, choose_draft_lengths
+from decode.control.draft_length import DraftCandidate, StepCosts, choose_draft_lengths, seconds_at
 
 FULL = [0.0, *(0.024 * max(1.0, rows / 12) + 0.0002 * rows for rows in range(1, 600))]
 """A step whose rows are nearly free up to 12, and dear behind."""
@@ -70,8 +72,6 @@ def test_a_batch_that_fills_up_stops_drafting_at_once_whatever_the_dwell() -> No
     held = DraftCandidate("ngram", (0.8,) * 8, current=6, steps_since_change=0, dwell_steps=256)
     assert choose_draft_lengths([held], StepCosts(FULL, {})) == [6]
     assert choose_draft_lengths([held] * 32, StepCosts(FULL, {})) == [0] * 32
-    beside_prefill = StepCosts(FULL, {}, other_rows=60)
-    assert choose_draft_lengths([held] * 4, beside_prefill) == [0] * 4
 
 
 def test_a_first_length_is_taken_where_it_is_not_expected_to_lose() -> None:
@@ -108,3 +108,13 @@ def test_a_drafter_comes_back_when_the_batch_empties() -> None:
         controller.remove(key)
     drafted, _ = run(controller, 1, 300, 0.9)
     assert sum(length for (length,) in drafted[-50:]) / 50 > 6
+
+
+def test_rows_beyond_the_largest_step_are_not_free() -> None:
+    table = FULL[:257]
+    sure = DraftCandidate("ngram", (0.8,) * 8)
+    assert seconds_at(table, 256) == FULL[256]
+    assert seconds_at(table, 300) == pytest.approx(FULL[300])
+    assert seconds_at(table, 2.5) == pytest.approx((FULL[2] + FULL[3]) / 2)
+    assert seconds_at([0.5], 3) == 0.5
+    assert choose_draft_lengths([sure] * 200, StepCosts(table, {})) == [0] * 200

@@ -116,7 +116,7 @@ def test_a_draft_that_never_comes_costs_its_drafters_time() -> None:
     costs = StepCosts(RISING, {"rest": [0.0] + [0.001] * 8})
     sure = DraftCandidate("rest", (0.9,) * 8)
     assert choose_draft_lengths([sure], costs)[0] > 0
-    assert choose_draft_lengths([replace(sure, offered=0.02)], costs) == [0]
+    assert choose_draft_lengths([replace(sure, offered=0.01)], costs) == [0]
 
 
 def test_rows_expected_of_a_fixed_draft_are_those_that_it_had() -> None:
