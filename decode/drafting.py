@@ -129,7 +129,8 @@ class Drafting:
             choices = [choice for choice, _ in group]
             answers, took_s = self._timed(choices, lambda: drafter.propose(budgets))  # noqa: B023 (called at once)
             deepest = max(budget.draft_length for budget in budgets)
-            self._pace.record_draft(drafter.name, deepest, took_s)
+            if answers is not None:
+                self._pace.record_draft(drafter.name, deepest, took_s)
             self._metrics.draft(drafter.name, took_s)
             if took_s > self._stall_s:
                 self._take_off(choices, FALLBACK_STALL)

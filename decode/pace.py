@@ -48,9 +48,10 @@ class Pace:
             elif choice.drafting:
                 moved.append(index)
         if moved:
-            fixed_rows = len(choices) - len(moved) + other_rows + self._fixed_rows(choices, lengths)
+            tokens, rows = self._of_others(choices, lengths, moved)
             entries = [PlanEntry(choices[index].key, rooms[index][0]) for index in moved]
-            for index, depth in zip(moved, self._controller.plan(entries, fixed_rows), strict=True):
+            planned = self._controller.plan(entries, rows + other_rows, tokens)
+            for index, depth in zip(moved, planned, strict=True):
                 lengths[index] = _within(choices[index], depth, rooms[index])
         return lengths
 
@@ -62,13 +63,18 @@ class Pace:
         if length is not None:
             self._controller.restart(choice.key, length)
 
-    def _fixed_rows(self, choices: Sequence[Choice], lengths: Sequence[tuple[int, int]]) -> float:
-        """Rows that the drafts of a fixed K are expected to have."""
-        return sum(
-            self._controller.expected_rows(choice.key, depth)
-            for choice, (depth, _) in zip(choices, lengths, strict=True)
-            if depth
-        )
+    def _of_others(
+        self, choices: Sequence[Choice], lengths: Sequence[tuple[int, int]], moved: Sequence[int]
+    ) -> tuple[float, float]:
+        """(tokens, rows) expected of those whose K is not the controller's."""
+        tokens = rows = 0.0
+        moving = frozenset(moved)
+        for index, (choice, (depth, _)) in enumerate(zip(choices, lengths, strict=True)):
+            if index not in moving:
+                own_tokens, own_rows = self._controller.expected(choice.key, depth)
+                tokens += own_tokens
+                rows += own_rows
+        return tokens, rows
 
     def learn(
         self,

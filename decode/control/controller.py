@@ -141,8 +141,8 @@ class DraftLengthController:
             state.current = min(length, state.choice.max_length)
             state.steps_since_change, state.dwell_steps = 0, BASE_DWELL_STEPS
 
-    def plan(self, entries: Sequence[PlanEntry], other_rows: float = 0) -> list[int]:
-        """K of each entry, in order. `other_rows`: rows of the step besides roots and drafts.
+    def plan(self, entries: Sequence[PlanEntry], other_rows: float = 0, other_tokens: float = 0) -> list[int]:
+        """K of each entry, in order. `other_rows` of the step are not theirs, and expected to emit `other_tokens`.
 
         The batch is weighed anew when a choice has no K yet, and every few steps; between, each K is held.
         """
@@ -150,7 +150,9 @@ class DraftLengthController:
         self._steps_to_decision -= 1
         if self._steps_to_decision <= 0 or any(state.current is None for state in states):
             self._steps_to_decision = STEPS_BETWEEN_DECISIONS
-            self._decide(states, entries, other_rows)
+            draft_seconds = {name: table.seconds for name, table in self.draft_times.items()}
+            costs = StepCosts(self.step_time.seconds, draft_seconds, other_rows, other_tokens)
+            self._decide(states, entries, costs)
         lengths = [
             _held_length(state, max(0, entry.room)) for state, entry in zip(states, entries, strict=True)
         ]
@@ -160,17 +162,15 @@ class DraftLengthController:
             state.steps_since_draft = 0 if length else state.steps_since_draft + 1
         return lengths
 
-    def expected_rows(self, key: int, length: int) -> float:
-        """Rows behind the root that a draft of `length` of this choice is expected to have."""
+    def expected(self, key: int, length: int) -> tuple[float, float]:
+        """(tokens, rows) that a step of this choice is expected to emit, and to have, with a draft of `length`."""
         state = self._choices.get(key)
-        return float(length) if state is None else _rows(state, length)
+        if state is None or length <= 0:
+            return 1.0, 1.0
+        return _candidate(state, length).expected(length), 1.0 + _rows(state, length)
 
-    def _decide(
-        self, states: Sequence[_ChoiceState], entries: Sequence[PlanEntry], other_rows: float
-    ) -> None:
+    def _decide(self, states: Sequence[_ChoiceState], entries: Sequence[PlanEntry], costs: StepCosts) -> None:
         candidates = [_candidate(state, entry.room) for state, entry in zip(states, entries, strict=True)]
-        draft_seconds = {name: table.seconds for name, table in self.draft_times.items()}
-        costs = StepCosts(self.step_time.seconds, draft_seconds, other_rows)
         settled = choose_draft_lengths(candidates, costs, self.policy)
         for state, candidate, length in zip(states, candidates, settled, strict=True):
             _note(state, length, len(candidate.rates))

@@ -12,9 +12,10 @@ So a step is expected to emit E(K) = 1 + o · (a_1 + a_1·a_2 + …) tokens (for
 (1 - a^(K+1)) / (1 - a), Leviathan et al. 2023), and has R(K) = o · (A + n_1 + … + n_K) rows behind its root, R(0) = 0:
 its nodes and A auxiliary rows, paid once it drafts at all. The K of a batch maximise
 
-    Σ E_i(K_i) / (T_target(Σ (1 + R_i(K_i)) + other rows) + Σ_drafters T_draft(longest K of that drafter))
+    (Σ E_i(K_i) + E') / (T_target(Σ (1 + R_i(K_i)) + R') + Σ_drafters T_draft(longest K of that drafter))
 
-with measured times, interpolated between row counts. One walk starts at K = 0 for all and adds depths in falling order
+with E' tokens and R' rows of whatever else is in the step (choices without drafts or with a K of their own, prompts)
+and measured times, interpolated between row counts. One walk starts at K = 0 for all and adds depths in falling order
 of what they bring a row; the best point of the walk is taken. Where a depth brings more a row than those before it
 (the first ones bear A; a tree may thin out faster than its chances fall) they count with their common mean and are
 added one after another: the segments of the upper hull of E over R.
@@ -98,11 +99,15 @@ class ChangePolicy:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Measured seconds: of a step by its rows (`target`), of a draft by its depth (`drafters`; missing: free)."""
+    """Measured seconds: of a step by its rows (`target`), of a draft by its depth (`drafters`; missing: free).
+
+    `other_rows` of the step belong to nobody who is decided on; `other_tokens` are what they are expected to emit.
+    """
 
     target: Sequence[float]
     drafters: Mapping[str, Sequence[float]]
     other_rows: float = 0
+    other_tokens: float = 0
 
 
 def choose_draft_lengths(
@@ -121,7 +126,7 @@ def choose_draft_lengths(
         if not any(movable) or (movable is urgent and urgent == due):
             continue
         best, rate = _best(candidates, held, movable, costs)
-        if _pays(held, best, rate, before, gain):
+        if _pays(held, best, rate, before, gain / (len(held) + costs.other_tokens)):
             return best
     return lengths
 
@@ -172,16 +177,17 @@ def _movable(
 def _pays(
     held: Sequence[int | None], lengths: Sequence[int], rate: float, before: float, min_gain: float
 ) -> bool:
-    """Whether the predicted gain is worth the changes; first decisions need none."""
+    """Whether the predicted gain is worth the changes, `min_gain` for each; first decisions need none."""
     if any(length is None for length in held):
         return True
     changed = sum(old != new for old, new in zip(held, lengths, strict=True))
-    return changed > 0 and rate >= before * (1.0 + min_gain * changed / len(held))
+    return changed > 0 and rate >= before * (1.0 + min_gain * changed)
 
 
 def _rate(candidates: Sequence[DraftCandidate], lengths: Sequence[int], costs: StepCosts) -> float:
     """Expected tokens a second of the given lengths."""
-    emitted, rows, longest = 0.0, len(lengths) + costs.other_rows, dict[str, int]()
+    emitted, rows = costs.other_tokens, len(lengths) + costs.other_rows
+    longest: dict[str, int] = {}
     for candidate, length in zip(candidates, lengths, strict=True):
         emitted += candidate.expected(length)
         rows += candidate.rows(length)
@@ -241,7 +247,7 @@ def _walk(
     """Add depths by falling gain a row; the best point of the walk."""
     lengths = [0 if moves else (length or 0) for length, moves in zip(held, movable, strict=True)]
     depths: list[_Depth] = []
-    emitted, rows = 0.0, len(lengths) + costs.other_rows
+    emitted, rows = costs.other_tokens, len(lengths) + costs.other_rows
     longest: dict[str, int] = {}
     for index, candidate in enumerate(candidates):
         length = lengths[index]

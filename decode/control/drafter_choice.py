@@ -10,8 +10,8 @@ A request that has ended says how many tokens its steps emitted, x, and how many
 Every candidate is tried by a few requests of a class, in the order given. After that requests take the candidate with
 the largest gain among those whose gain less its doubt is above 1, and plain decoding where there is none. One request
 in `EXPLORED_EVERY` goes to the candidate of which least is known instead; one in `DOUBTED_EVERY` to one that looks
-better than what is taken, but not yet surely better than plain. Nothing is drawn at random, and no candidate is given
-up.
+better than what is taken, by `WORTH_DOUBTING` at least, but not yet surely better than plain. Nothing is drawn at
+random, and no candidate is given up.
 """
 
 import math
@@ -22,6 +22,7 @@ PLAIN = "none"
 TRIALS = 3
 EXPLORED_EVERY = 16
 DOUBTED_EVERY = 4
+WORTH_DOUBTING = 0.02
 _KEPT = 0.98
 _DOUBT_TOKENS = 12.0
 
@@ -129,7 +130,7 @@ class DrafterChoice:
             return None
         level = 1.0 if taken == PLAIN else figures[taken].gain
         doubted = max(others, key=lambda name: figures[name].gain)
-        if number % DOUBTED_EVERY == 0 and figures[doubted].gain > level:
+        if number % DOUBTED_EVERY == 0 and figures[doubted].gain > level * (1.0 + WORTH_DOUBTING):
             return doubted
         if number % EXPLORED_EVERY == 0:
             return min(others, key=lambda name: figures[name].steps)

@@ -48,7 +48,7 @@ class Answer:
     left: int = ANSWER_TOKENS
 
 
-@dataclass(slots=True)
+@dataclass
 class MadeUpWorker:
     """Keeps `batch` answers running, one class of requests; the real controller, costs and choice decide."""
 
@@ -92,7 +92,8 @@ class MadeUpWorker:
     def _step(self) -> None:
         drafting = [answer for answer in self.live if answer.drafter != PLAIN]
         entries = [PlanEntry(answer.key, min(LONGEST, answer.left - 1)) for answer in drafting]
-        planned = self.controller.plan(entries, len(self.live) - len(drafting)) if drafting else []
+        others = len(self.live) - len(drafting)
+        planned = self.controller.plan(entries, others, others) if drafting else []
         lengths = {answer.key: length for answer, length in zip(drafting, planned, strict=True)}
         self._draft(drafting, lengths)
         rows = len(self.live) + sum(planned)

@@ -68,9 +68,10 @@ def test_where_none_is_faster_answers_are_plain_with_rare_trials_and_one_that_ge
 
 def test_a_gain_within_its_doubt_is_no_gain_and_is_looked_into() -> None:
     choice = DrafterChoice()
-    counts = Counter(served(choice, 40, {"ngram": 1.02, "mtp": 0.9}, tokens=lambda number: 20))
-    assert counts[PLAIN] > 20, "a few short answers do not show two per cent"
+    counts = Counter(served(choice, 40, {"ngram": 1.05, "mtp": 0.9}, tokens=lambda number: 20))
+    assert counts[PLAIN] > 20, "a few short answers do not show five per cent"
     assert counts["ngram"] >= 40 / DOUBTED_EVERY - 2
+    assert Counter(served(choice, 200, {"ngram": 1.05, "mtp": 0.9}, tokens=lambda number: 200))["ngram"] > 150
 
 
 def test_one_lucky_answer_does_not_make_a_drafter_fast() -> None:

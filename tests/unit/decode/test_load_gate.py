@@ -74,6 +74,14 @@ def test_a_batch_that_fills_up_stops_drafting_at_once_whatever_the_dwell() -> No
     assert choose_draft_lengths([held] * 32, StepCosts(FULL, {})) == [0] * 32
 
 
+def test_tokens_of_those_who_do_not_draft_are_delayed_too() -> None:
+    held = DraftCandidate("ngram", (0.7,) * 8, current=2, steps_since_change=99)
+    beside_prompts = StepCosts(FULL, {}, other_rows=31)
+    beside_answers = StepCosts(FULL, {}, other_rows=31, other_tokens=31)
+    assert choose_draft_lengths([held], beside_prompts)[0] > 0
+    assert choose_draft_lengths([held], beside_answers) == [0]
+
+
 def test_a_first_length_is_taken_where_it_is_not_expected_to_lose() -> None:
     fresh = DraftCandidate("ngram", (0.6,) * 8, start=8)
     assert choose_draft_lengths([fresh], StepCosts(FULL, {})) == [8]

@@ -122,8 +122,8 @@ def test_a_draft_that_never_comes_costs_its_drafters_time() -> None:
 def test_rows_expected_of_a_fixed_draft_are_those_that_it_had() -> None:
     controller = DraftLengthController(128)
     controller.add(replace(TREE, fixed=4))
-    assert controller.expected_rows(0, 4) == 16.0
+    assert controller.expected(0, 4)[1] == 17.0
     for _ in range(2000):
         controller.observe(0, 4, 1, [3, 1])
-    assert controller.expected_rows(0, 4) == pytest.approx(4.0, abs=0.05)
-    assert controller.expected_rows(7, 3) == 3.0, "an unknown choice drafts a chain"
+    assert controller.expected(0, 4) == (pytest.approx(2.0, abs=0.01), pytest.approx(5.0, abs=0.05))
+    assert controller.expected(0, 0) == controller.expected(7, 3) == (1.0, 1.0), "who drafts nothing"

@@ -32,7 +32,7 @@ def joined(pace: Pace, fixed: int | None = None) -> Choice:
 
 
 def expected_rows(pace: Pace, length: int) -> float:
-    return pace._controller.expected_rows(1, length)
+    return pace._controller.expected(1, length)[1] - 1.0
 
 
 def test_nodes_are_counted_by_depth_with_the_depths_that_were_not_reached() -> None:
@@ -68,4 +68,7 @@ def test_fixed_drafts_load_the_step_with_the_rows_that_they_have() -> None:
     for _ in range(3000):
         pace.learn(choice, 4, (1,), 1)
     assert pace.lengths([choice], [(4, 21)], 0) == [(4, 21)], "what it may take stays"
-    assert pace._fixed_rows([choice], [(4, 21)]) == pytest.approx(1 + 5, abs=0.02)
+    tokens, rows = pace._of_others([choice], [(4, 21)], [])
+    assert rows == pytest.approx(1 + 1 + 5, abs=0.02)
+    assert tokens == pytest.approx(2.0, abs=0.02)
+    assert pace._of_others([choice], [(4, 21)], [0]) == (0.0, 0.0)
