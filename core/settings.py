@@ -90,7 +90,9 @@ class ClassPolicy(Section):
     """What `auto` means for a class of requests."""
 
     drafter: str | tuple[str, ...] = Field(
-        "ngram", description="A name, or several: the first that is hosted."
+        "ngram",
+        description="A name, or several, the likeliest first: of those hosted each worker takes what it measured to "
+        "be fastest.",
     )
     draft_length: int | None = Field(None, ge=0, le=64, description="Starting K; None: the drafter's.")
     thinking_draft_length: int | None = Field(
@@ -112,7 +114,7 @@ class ClassPolicy(Section):
 
     @property
     def preference(self) -> tuple[str, ...]:
-        """Drafters, the best first."""
+        """Drafters, the likeliest first."""
         return (self.drafter,) if isinstance(self.drafter, str) else self.drafter
 
 

@@ -13,6 +13,7 @@ from core.metrics import Metrics
 from core.settings import DecodeSettings
 from decode.choice import Choice
 from decode.draft import NO_DRAFT, Draft
+from decode.draft_costs import DraftCosts
 from decode.drafters.protocol import DraftBudget, Drafter, DraftRequest, Observation
 from decode.pace import Pace
 from decode.sampling.masking import allowed_part
@@ -47,7 +48,9 @@ class Drafting:
         self._clock = clock
         self._max_nodes = settings.max_tree_nodes
         self._stall_s = settings.drafter_stall_s
+        self._costs = DraftCosts(pace.step_seconds)
         self._choices: dict[int, Choice] = {}
+        self._asked: dict[int, tuple[int, int]] = {}
         self.pending = False
         """Whether a drafter may have prompt work of its own left."""
 
@@ -64,7 +67,7 @@ class Drafting:
         self.pending = True
         self._choices[choice.key] = choice
         self._pace.join(choice)
-        self._guard([choice], lambda: call(choice.draft_request))
+        self._timed([choice], lambda: call(choice.draft_request))
 
     def finish(self, choice: Choice) -> None:
         """A choice leaves the batch, in any way."""
@@ -93,7 +96,7 @@ class Drafting:
         for drafter in {id(choice.drafter): choice.drafter for choice in self._choices.values()}.values():
             choices = [choice for choice in self._choices.values() if choice.drafter is drafter]
             left = max_rows - rows
-            rows += self._guard(choices, lambda: drafter.prefill(left)) or 0  # noqa: B023 (called at once)
+            rows += self._timed(choices, lambda: drafter.prefill(left))[0] or 0  # noqa: B023 (called at once)
         self.pending = rows > 0
         return rows
 
@@ -103,7 +106,10 @@ class Drafting:
 
     def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int, num_auxiliary: int = 0) -> None:
         """Acceptance of one choice's draft, of nodes at `depths` and of auxiliary rows, in one step."""
-        self._pace.learn(choice, depths, num_accepted, num_auxiliary)
+        asked, num_nodes = self._asked.pop(choice.key, (0, 0))
+        if len(depths) != num_nodes:
+            asked = max(depths, default=0)  # cut for want of blocks: nobody asked for the rest
+        self._pace.learn(choice, asked, depths, num_accepted, num_auxiliary)
         if not depths and not num_auxiliary and choice.drafting:
             self.pending = True
 
@@ -111,19 +117,23 @@ class Drafting:
         """What a target forward of `rows` rows cost, verification included."""
         self._pace.record_step(rows, seconds)
 
+    def charge(self, stepped: Sequence[tuple[Choice, int]], rows: int, prefill_rows: int) -> None:
+        """What a step of `rows` rows cost each of these, the rows of its draft among them; see `DraftCosts`."""
+        self._costs.charge(stepped, rows, prefill_rows)
+
     def propose(self, planned: Sequence[tuple[Choice, PlannedChoice]]) -> dict[int, Draft]:
         """Drafts by choice key; choices without one are missing."""
         drafts: dict[int, Draft] = {}
+        self._asked.clear()
         for drafter, group in _by_drafter(planned):
             budgets = [
                 DraftBudget(choice.draft_request, plan.draft_length, plan.max_nodes) for choice, plan in group
             ]
             choices = [choice for choice, _ in group]
-            started_s = self._clock.now_s()
-            answers = self._guard(choices, lambda: drafter.propose(budgets))  # noqa: B023 (called at once)
+            answers, took_s = self._timed(choices, lambda: drafter.propose(budgets))  # noqa: B023 (called at once)
             deepest = max(budget.draft_length for budget in budgets)
-            took_s = self._clock.now_s() - started_s
-            self._pace.record_draft(drafter.name, deepest, took_s)
+            if answers is not None:
+                self._pace.record_draft(drafter.name, deepest, took_s)
             self._metrics.draft(drafter.name, took_s)
             if took_s > self._stall_s:
                 self._take_off(choices, FALLBACK_STALL)
@@ -131,7 +141,10 @@ class Drafting:
                 if draft.fault:
                     self._note(choice, draft.fault)
                 fitted = self._guard([choice], lambda: self._fitted(draft, budget))  # noqa: B023
-                if fitted is not None and fitted.num_rows:
+                if fitted is None:
+                    continue
+                self._asked[choice.key] = budget.draft_length, len(fitted.token_ids)
+                if fitted.num_rows:
                     drafts[choice.key] = fitted
         return drafts
 
@@ -152,13 +165,22 @@ class Drafting:
         for group in groups.values():
             drafter = group[0][0].drafter
             told = [observation for _, observation in group]
-            self._guard([choice for choice, _ in group], lambda: drafter.observe(told))  # noqa: B023
+            self._timed([choice for choice, _ in group], lambda: drafter.observe(told))  # noqa: B023
 
     def check(self) -> None:
         """Called when idle: no drafter holds anything."""
         for drafter in self._drafters.values():
             drafter.check()
         self._pace.check()
+        self._costs.check()
+
+    def _timed(self, choices: Sequence[Choice], call: Callable[[], Result]) -> tuple[Result | None, float]:
+        """`_guard`, and the seconds that it took, borne by these choices."""
+        started_s = self._clock.now_s()
+        result = self._guard(choices, call)
+        took_s = self._clock.now_s() - started_s
+        self._costs.spend([choice for choice in choices if choice.drafting], took_s)
+        return result, took_s
 
     def _guard(self, choices: Sequence[Choice], call: Callable[[], Result]) -> Result | None:
         try:
@@ -179,6 +201,8 @@ class Drafting:
     def _forget(self, choice: Choice) -> None:
         choice.drafting = False
         self._choices.pop(choice.key, None)
+        self._asked.pop(choice.key, None)
+        self._costs.forget(choice)
         self._pace.leave(choice)
 
     def _note(self, choice: Choice, reason: str) -> None:

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 
 from core.errors import InvalidArgument
-from core.records import ChoiceFinish
+from core.records import APPROXIMATE_DRAFTERS, ChoiceFinish
 from core.settings import DecodeSettings
 from core.tokenizer import IncrementalDetokenizer, Tokenizer
 from decode.beam_group import BeamGroup
 from decode.choice import Choice, Listener, Request
+from decode.control.drafter_choice import DrafterChoice
 from decode.drafters.protocol import Drafter, DraftRequest
-from decode.drafting import FALLBACK_SHORT
+from decode.drafting import FALLBACK_POSITION, FALLBACK_SHORT
 from decode.finisher import Finisher
 from decode.job import DecodeJob, JobLimits
 from decode.report import Tally
@@ -21,10 +22,12 @@ from engine.kv_cache import KvCache
 AUTO = "auto"
 _AUTO_DRAFTER = "ngram"
 _CHOICE_KEYS = 2**20
+_FAILURE_STEPS = 64.0
+"""A drafter that failed an answer has, to what `auto` learns, cost so many steps and brought nothing for them."""
 
 
 class RequestFactory:
-    """Makes requests. Event loop only; reads nothing that changes."""
+    """Makes requests, and chooses the drafter of those that leave it open. Event loop only."""
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class RequestFactory:
         self._tokenizer = tokenizer
         self._kv = kv
         self._limits = limits
+        self._drafter_choice = DrafterChoice()
 
     def make(self, key: int, job: DecodeJob, listener: Listener, hashes: list[bytes]) -> Request:
         """The request of a job. Raises InvalidArgument for a drafter or draft length that this worker lacks."""
@@ -55,23 +59,45 @@ class RequestFactory:
         request.open_choices = sum(not choice.ended for choice in request.choices)
         return request
 
+    def learn(self, request: Request) -> None:
+        """A request is over, and the engine thread is done with it: what its drafter brought, where `auto` chose it."""
+        job = request.job
+        if not _is_measured(job):
+            return
+        report = request.tally.snapshot()
+        if report.fallback_reason == FALLBACK_SHORT:
+            return
+        failed = report.fallback_reason not in ("", FALLBACK_POSITION)
+        plain_steps = request.tally.plain_steps + (_FAILURE_STEPS if failed else 0.0)
+        self._drafter_choice.learn(job.request_class, report.drafter, report.step_tokens, plain_steps)
+
     def _choose(self, job: DecodeJob) -> tuple[Drafter, str]:
         """The drafter asked for, and why it is not used ("": it is)."""
         if job.sampling.beam_width > 1:
             return self._drafters["none"], ""
         speculation = job.speculation
-        name = speculation.drafter
-        if name == AUTO:
-            name = _AUTO_DRAFTER if _AUTO_DRAFTER in self._drafters else "none"
+        short = job.sampling.max_tokens < self._settings.min_speculation_tokens
+        name = self._automatic(job, short) if speculation.drafter == AUTO else speculation.drafter
         drafter = self._drafters.get(name)
         if drafter is None:
             known = ", ".join(sorted(self._drafters))
             raise InvalidArgument("speculation.drafter", f"{name!r} is not hosted here; these are: {known}")
         _check_lengths(job, drafter)
-        short = job.sampling.max_tokens < self._settings.min_speculation_tokens
         if short and not job.draft_length_fixed and name != "none":
             return drafter, FALLBACK_SHORT
         return drafter, ""
+
+    def _automatic(self, job: DecodeJob, short: bool) -> str:
+        """What `auto` is for this request; without candidates that could take it, what it is by default."""
+        hosted = [name for name in job.auto_drafters if name in self._drafters]
+        able = [
+            name for name in hosted if name not in APPROXIMATE_DRAFTERS and _fits(job, self._drafters[name])
+        ]
+        if not able:
+            return _AUTO_DRAFTER if _AUTO_DRAFTER in self._drafters else "none"
+        if short or not _is_measured(job):
+            return self._drafter_choice.best(job.request_class, able)
+        return self._drafter_choice.choose(job.request_class, able)
 
     def _choice(self, request: Request, index: int, drafter: Drafter) -> Choice:
         job = request.job
@@ -129,6 +155,20 @@ class RequestFactory:
             thinking_length=max(0, min(pace.draft_length, longest)),
             outside_length=drafter.needs.default_draft_length if outside is None else outside,
         )
+
+
+def _is_measured(job: DecodeJob) -> bool:
+    """Whether what becomes of it says something of a drafter that `auto` may choose: K is the controller's."""
+    return job.speculation.drafter == AUTO and bool(job.auto_drafters) and not job.draft_length_fixed
+
+
+def _fits(job: DecodeJob, drafter: Drafter) -> bool:
+    """Whether the drafter can draft as deep and wide as was asked for."""
+    try:
+        _check_lengths(job, drafter)
+    except InvalidArgument:
+        return False
+    return True
 
 
 def _check_lengths(job: DecodeJob, drafter: Drafter) -> None:

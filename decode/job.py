@@ -34,7 +34,10 @@ class CommittedChoice:
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """One attempt. `ticket` is passed on to prefill workers as it came."""
+    """One attempt. `ticket` is passed on to prefill workers as it came.
+
+    `auto_drafters`: what `auto` may become, the first guess first; empty where it was resolved before.
+    """
 
     claims: TicketClaims
     ticket: common_pb2.Ticket
@@ -47,6 +50,7 @@ class DecodeJob:
     request_class: str
     merge_deltas: bool = False
     thinking: ThinkingPace | None = None
+    auto_drafters: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, int]:
@@ -100,6 +104,7 @@ def job_from_wire(request: decode_pb2.DecodeRequest, claims: TicketClaims) -> De
         request_class=request.request_class or "chat",
         merge_deltas=request.merge_deltas,
         thinking=thinking_from_wire(request),
+        auto_drafters=tuple(dict.fromkeys(request.auto_drafters)),
     )
 
 

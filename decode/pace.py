@@ -1,5 +1,6 @@
 """How deep each choice drafts in a step: a fixed K as given, else what the K controller says, both cut by room."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from decode.choice import Choice
@@ -47,9 +48,10 @@ class Pace:
             elif choice.drafting:
                 moved.append(index)
         if moved:
-            fixed_rows = sum(rows for _, rows in lengths) + len(choices) - len(moved) + other_rows
+            tokens, rows = self._of_others(choices, lengths, moved)
             entries = [PlanEntry(choices[index].key, rooms[index][0]) for index in moved]
-            for index, depth in zip(moved, self._controller.plan(entries, fixed_rows), strict=True):
+            planned = self._controller.plan(entries, rows + other_rows, tokens)
+            for index, depth in zip(moved, planned, strict=True):
                 lengths[index] = _within(choices[index], depth, rooms[index])
         return lengths
 
@@ -61,16 +63,38 @@ class Pace:
         if length is not None:
             self._controller.restart(choice.key, length)
 
-    def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int, num_auxiliary: int = 0) -> None:
-        """Acceptance of one choice's draft in one step.
+    def _of_others(
+        self, choices: Sequence[Choice], lengths: Sequence[tuple[int, int]], moved: Sequence[int]
+    ) -> tuple[float, float]:
+        """(tokens, rows) expected of those whose K is not the controller's."""
+        tokens = rows = 0.0
+        moving = frozenset(moved)
+        for index, (choice, (depth, _)) in enumerate(zip(choices, lengths, strict=True)):
+            if index not in moving:
+                own_tokens, own_rows = self._controller.expected(choice.key, depth)
+                tokens += own_tokens
+                rows += own_rows
+        return tokens, rows
+
+    def learn(
+        self,
+        choice: Choice,
+        asked_depth: int,
+        depths: Sequence[int],
+        num_accepted: int,
+        num_auxiliary: int = 0,
+    ) -> None:
+        """Acceptance of one choice's draft in one step that was asked for to `asked_depth` (0: none was).
 
         Auxiliary rows without a node were paid for and brought nothing. The report counts no offer then; the
-        controller, which pays those rows for every K > 0, takes it for an offer of one node that was refused.
+        controller, which pays those rows for every K > 0, takes it for a draft that was refused at its first depth.
         """
-        if depths:
-            self._controller.observe(choice.key, max(depths), num_accepted)
-        elif num_auxiliary:
-            self._controller.observe(choice.key, 1, 0)
+        if num_auxiliary and not depths:
+            self._controller.observe(choice.key, 1, 0, (0,))
+        elif depths or asked_depth:
+            counts = Counter(depths)
+            nodes = [counts[depth] for depth in range(1, len(counts) + 1)]
+            self._controller.observe(choice.key, max(asked_depth, len(nodes)), num_accepted, nodes)
 
     def record_step(self, rows: int, seconds: float) -> None:
         """What a target forward of `rows` rows cost."""

@@ -11,6 +11,7 @@ class Tally:
     __slots__ = (
         "_accepted_tokens", "_draft_length_requested", "_draft_length_sum", "_drafter", "_fallback_reason",
         "_position_accepted", "_position_offered", "_proposed_nodes", "_request_class", "_step_tokens", "_steps",
+        "plain_steps",
     )  # fmt: skip
 
     def __init__(self, drafter: str, request_class: str, draft_length_requested: int | None) -> None:
@@ -25,6 +26,8 @@ class Tally:
         self._position_offered: list[int] = []
         self._position_accepted: list[int] = []
         self._fallback_reason = ""
+        self.plain_steps = 0.0
+        """Steps of plain decoding that the counted steps took the time of; see `decode/draft_costs.py`."""
 
     def fall_back(self, reason: str) -> bool:
         """Note why (part of) the request was served without its drafter; the first reason stays. Whether it is new."""
@@ -57,6 +60,10 @@ class Tally:
             offered[position] += 1
         for position in range(accepted):
             self._position_accepted[position] += 1
+
+    def add_cost(self, plain_steps: float) -> None:
+        """Count what one step of one choice cost."""
+        self.plain_steps += plain_steps
 
     def snapshot(self) -> SpeculationReport:
         """The report so far."""

@@ -78,7 +78,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         deadline_s = None if remaining_s is None else self._worker.clock.now_s() + remaining_s
 
         async def started(live: LiveRequest) -> None:
-            event = decode_pb2.DecodeStarted(cached_prompt_tokens=live.request.cached_tokens)
+            event = decode_pb2.DecodeStarted(
+                cached_prompt_tokens=live.request.cached_tokens, drafter=live.final_report().drafter
+            )
             await context.write(decode_pb2.DecodeEvent(started=event))
 
         async def send(delta: Delta) -> None:

@@ -87,7 +87,8 @@ class Stepper:
         ]
         verdicts = verify(items, result.logits) if items else []
         self._search(searches, result)
-        self._account(sequences, self._clock.now_s() - started_s)
+        prefill_rows = sum(rows for _, rows in prefills)
+        self._account(sequences, stepping, prefill_rows, self._clock.now_s() - started_s)
         self._settle(stepping, items, verdicts, result)
         first_prefill = len(stepping)
         for index, (item, rows) in enumerate(prefills):
@@ -172,11 +173,18 @@ class Stepper:
             self._lifecycle.search(choice, beams, result.logits[start : start + num_rows], stepped=True)
             start += num_rows
 
-    def _account(self, sequences: Sequence[SequenceStep], duration_s: float) -> None:
-        """Metrics, and the controller's table of step times."""
+    def _account(
+        self,
+        sequences: Sequence[SequenceStep],
+        stepping: Sequence[_Stepping],
+        prefill_rows: int,
+        duration_s: float,
+    ) -> None:
+        """Metrics, the controller's table of step times, and what the step cost each choice."""
         rows = sum(len(sequence.token_ids) for sequence in sequences)
         self._metrics.step(rows, duration_s)
         self._drafting.record_step(rows, duration_s)
+        self._drafting.charge([(item.choice, item.draft.num_rows) for item in stepping], rows, prefill_rows)
 
     def _settle(
         self,

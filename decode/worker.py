@@ -269,6 +269,7 @@ class DecodeWorker:
     async def _release(self, live: LiveRequest) -> None:
         try:
             await self._thread.call(lambda: self._loop.drop(live.request))
+            self._factory.learn(live.request)
         finally:
             self._live.pop(live.job.key, None)
             if not self._live:

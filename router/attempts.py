@@ -169,6 +169,8 @@ class Attempts:
             async with aclosing(stream) as events:  # type: ignore[type-var]
                 async for event in events:
                     self._streaming = True
+                    if event.HasField("started") and event.started.drafter:
+                        self._drafter = event.started.drafter
                     await self._begin(placement, plan)
                     if event.HasField("delta"):
                         for hold in prefill_holds:
@@ -184,13 +186,13 @@ class Attempts:
             return
         prepared = self._prepared
         self._numerics_class = placement.decode.numerics_class
-        self._outcome.drafter = plan.speculation.drafter
+        self._outcome.drafter = self._drafter
         self._outcome.route_reason = f"{prepared.class_reason}; {plan.reason}; {placement.reason}"
         sampling = prepared.sampling
         started = inference_pb2.Started(
             request_id=prepared.request_id,
             seed=sampling.seed,
-            drafter=plan.speculation.drafter,
+            drafter=self._drafter,
             request_class=prepared.request_class,
             numerics_class=placement.decode.numerics_class,
             model=self._services.model.name,
@@ -274,6 +276,7 @@ class Attempts:
             eos_token_ids=prepared.sampling.eos_token_ids,
             merge_deltas=prepared.merge_deltas,
             thinking=None if plan.thinking is None else thinking_to_wire(plan.thinking),
+            auto_drafters=plan.candidates,
         )
 
     def _claims(self, worker: WorkerRecord, peers: tuple[PrefillPeer, ...]) -> TicketClaims:

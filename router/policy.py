@@ -2,7 +2,7 @@
 
 File (TOML), each key optional; a class that is missing keeps the default below:
     [class.code]
-    drafter = ["eagle3", "ngram"]    # or one name; the first that the worker hosts
+    drafter = ["eagle3", "ngram"]    # of those hosted the worker takes what it measured to be fastest; or one name
     draft_length = 8
     thinking_draft_length = 12                  # K of `auto` while the model thinks aloud, between these:
     thinking_markers = ["<think>", "</think>"]
@@ -16,19 +16,30 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from core.errors import InvalidArgument
-from core.records import REQUEST_CLASSES, RequestClass, SpeculationParams, ThinkingPace
+from core.records import (
+    APPROXIMATE_DRAFTERS,
+    REQUEST_CLASSES,
+    RequestClass,
+    SpeculationParams,
+    ThinkingPace,
+)
 from core.settings import ClassPolicy
 from router.validate import AUTO, CLASS_SPELLINGS, NO_DRAFTER
 
+_REPEATS = ("ngram", "eagle3", "mtp", "medusa")
+"""First guesses where the answer repeats what was seen."""
+_SAYS_NEW = ("eagle3", "mtp", "medusa", "ngram")
+"""First guesses where it does not."""
+
 DEFAULT_POLICIES: Mapping[RequestClass, ClassPolicy] = {
-    "structured": ClassPolicy(drafter="ngram", draft_length=7),
-    "code": ClassPolicy(drafter="ngram", draft_length=8),
-    "chat": ClassPolicy(drafter="ngram", draft_length=4),
-    "reasoning": ClassPolicy(drafter="ngram", draft_length=3),
-    "creative": ClassPolicy(drafter="ngram", draft_length=3),
-    "translation": ClassPolicy(drafter="ngram", draft_length=5),
-    "summarisation": ClassPolicy(drafter="ngram", draft_length=5),
-    "batch": ClassPolicy(drafter="ngram", draft_length=8),
+    "structured": ClassPolicy(drafter=_REPEATS, draft_length=7),
+    "code": ClassPolicy(drafter=_REPEATS, draft_length=8),
+    "chat": ClassPolicy(drafter=_SAYS_NEW, draft_length=4),
+    "reasoning": ClassPolicy(drafter=_SAYS_NEW, draft_length=3),
+    "creative": ClassPolicy(drafter=_SAYS_NEW, draft_length=3),
+    "translation": ClassPolicy(drafter=_REPEATS, draft_length=5),
+    "summarisation": ClassPolicy(drafter=_REPEATS, draft_length=5),
+    "batch": ClassPolicy(drafter=_REPEATS, draft_length=8),
 }
 _FIELD = "router.policy_file"
 
@@ -38,6 +49,7 @@ class DraftPlan:
     """How one attempt drafts on one worker. `fixed`: K was given by the client, the controller leaves it alone.
 
     `fallback` names why the wanted drafter was not taken; empty: it was. `thinking`: another K while the model thinks.
+    `candidates`: what the worker chooses from, where the drafter is still `auto`; the first guess first.
     """
 
     speculation: SpeculationParams
@@ -45,6 +57,7 @@ class DraftPlan:
     reason: str
     fallback: str = ""
     thinking: ThinkingPace | None = None
+    candidates: tuple[str, ...] = ()
 
 
 def parse_policies(text: str) -> Mapping[RequestClass, ClassPolicy]:
@@ -91,10 +104,17 @@ def load_policies(policy_file: str | None) -> Mapping[RequestClass, ClassPolicy]
     return parse_policies(text)
 
 
-def _first_hosted(policy: ClassPolicy, hosted: frozenset[str]) -> str:
-    """Of the policy's drafters; the first one where none is hosted."""
-    known = [name for name in policy.preference if name == NO_DRAFTER or name in hosted]
-    return known[0] if known else policy.preference[0]
+def _candidates(policy: ClassPolicy, hosted: frozenset[str]) -> tuple[str, ...]:
+    """The policy's drafters that are hosted, as far as `none`, behind which none comes; the first where none is.
+
+    Of several only those that keep the answer as it is.
+    """
+    names = policy.preference
+    if len(names) > 1:
+        names = tuple(name for name in names if name not in APPROXIMATE_DRAFTERS)
+    known = [name for name in dict.fromkeys(names) if name == NO_DRAFTER or name in hosted]
+    drafting = known[: known.index(NO_DRAFTER)] if NO_DRAFTER in known else known
+    return tuple(drafting) or (tuple(known) or policy.preference)[:1]
 
 
 NO_DRAFTING = DraftPlan(SpeculationParams(NO_DRAFTER), False, "beam search drafts nothing")
@@ -104,18 +124,22 @@ NO_DRAFTING = DraftPlan(SpeculationParams(NO_DRAFTER), False, "beam search draft
 def choose_drafting(
     requested: SpeculationParams, policy: ClassPolicy, hosted: frozenset[str], max_draft_length: int
 ) -> DraftPlan:
-    """One drafter and K for a worker that hosts `hosted`. `auto` ends here.
+    """The drafter and K for a worker that hosts `hosted`.
 
+    `auto` becomes one drafter here where the policy leaves one; among several the worker chooses, which measured them.
     What the client named is used as given. What the worker lacks becomes `none`, with the reason: for `auto` at any
     time, for a named drafter only when an attempt had to move (placement otherwise keeps to workers that host it).
     """
     automatic = requested.drafter == AUTO
-    drafter = _first_hosted(policy, hosted) if automatic else requested.drafter
+    candidates = _candidates(policy, hosted) if automatic else (requested.drafter,)
+    drafter = candidates[0] if len(candidates) == 1 else AUTO
     fixed = requested.draft_length is not None
     length = requested.draft_length if fixed or not automatic else policy.draft_length
     reason = "auto: policy" if automatic else "drafter given"
     fallback = ""
-    if drafter != NO_DRAFTER and drafter not in hosted:
+    if drafter == AUTO:
+        reason = f"auto: the fastest of {', '.join(candidates)}"
+    elif drafter != NO_DRAFTER and drafter not in hosted:
         reason, fallback = f"{reason}; {drafter} is not hosted, so none", "drafter_not_hosted"
         drafter = NO_DRAFTER
     if drafter == NO_DRAFTER:
@@ -133,4 +157,4 @@ def choose_drafting(
     if policy.thinking_draft_length is not None and not fixed and drafter != NO_DRAFTER:
         thinking_length = min(policy.thinking_draft_length, max_draft_length)
         thinking = ThinkingPace(thinking_length, *policy.thinking_markers)
-    return DraftPlan(chosen, fixed, reason, fallback, thinking)
+    return DraftPlan(chosen, fixed, reason, fallback, thinking, candidates if drafter == AUTO else ())

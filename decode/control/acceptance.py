@@ -1,4 +1,4 @@
-"""Decayed acceptance of one choice (or of a class of requests), by depth."""
+"""Decayed acceptance of one choice (or of a class of requests): by depth, and whether there was a draft at all."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,10 @@ FIRST_GUESS = 0.6
 
 
 class AcceptanceStats:
-    """Conditional rates: accepted at depth i / offered at depth i, among steps that accepted depth i - 1.
+    """Conditional rates: accepted at depth i / asked for at depth i, among steps that accepted depth i - 1.
 
+    A draft that ended before the depth asked for offered nothing there, and counts as refused: what the controller is
+    to know is what asking for one more depth brings. For drafts that reach it these are the rates of what was offered.
     `decay` is what one more trial leaves of the earlier ones (0.97: about the last 33 trials count). The prior
     stands for the first `prior_trials` trials and fades like any other; a depth without its own prior takes that
     of the depth before. Where drafts no longer reach a depth its evidence fades, and the rate of the depth
@@ -40,9 +42,9 @@ class AcceptanceStats:
             self._rates = self._estimate()
         return self._rates
 
-    def observe(self, offered_depth: int, accepted: int) -> None:
-        """One step whose draft reached `offered_depth` and of which `accepted` tokens were kept."""
-        for depth in range(min(offered_depth, len(self._trials))):
+    def observe(self, asked_depth: int, accepted: int) -> None:
+        """One step whose draft was asked for to `asked_depth` and of which `accepted` tokens were kept."""
+        for depth in range(min(asked_depth, len(self._trials))):
             reached = depth <= accepted
             self._trials[depth] = self._decay * self._trials[depth] + reached
             self._successes[depth] = self._decay * self._successes[depth] + (depth < accepted)
@@ -56,3 +58,24 @@ class AcceptanceStats:
             rate = (successes + missing * before) / (trials + missing)
             rates.append(min(0.999, max(0.001, rate)))
         return tuple(rates)
+
+
+class OfferedShare:
+    """The share of drafts asked for that had any node; `prior` stands for the first `prior_trials` of them."""
+
+    __slots__ = ("_decay", "_offered", "_trials")
+
+    def __init__(self, prior: float = 1.0, *, decay: float = 0.97, prior_trials: float = 4.0) -> None:
+        self._decay = decay
+        self._trials = prior_trials
+        self._offered = prior_trials * prior
+
+    @property
+    def value(self) -> float:
+        """In [0, 1]."""
+        return self._offered / self._trials
+
+    def observe(self, *, offered: bool) -> None:
+        """One draft that was asked for."""
+        self._trials = self._decay * self._trials + 1.0
+        self._offered = self._decay * self._offered + offered

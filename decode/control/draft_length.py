@@ -1,23 +1,37 @@
 """How long each choice drafts in the next step: a pure function of measured rates and times.
 
-With conditional rates a_1, a_2, … the expected tokens of a step are E(K) = 1 + a_1 + a_1·a_2 + … (for i.i.d.
-acceptance a that is (1 - a^(K+1)) / (1 - a), Leviathan et al. 2023). Behind its root a draft of depth K > 0 has
-R(K) = A + w·K rows, R(0) = 0: w nodes a depth, the tree's width, and A auxiliary rows, paid once it drafts at all. The
-K of a batch maximise
+A draft of depth K, chain or tree, is known by three measures of drafts of its kind that were asked for to depth K or
+deeper, whatever shape they had then:
 
-    Σ E_i(K_i) / (T_target(Σ (1 + R_i(K_i)) + other rows) + Σ_drafters T_draft(longest K of that drafter))
+    a_i     at depth i: accepted / asked for, among the steps that accepted i - 1. A depth that a draft did not reach,
+            having ended sooner, was asked for and not accepted
+    n_i     mean nodes at depth i: 1 for a chain, at most its width for a tree, less where drafts end sooner
+    o       share of the drafts asked for that had any node: an n-gram drafter often has none
 
-with measured times. One walk starts at K = 0 for all and adds depths in falling order of what they bring a row; the
-best point of the walk is taken. A depth brings a_1···a_k for w rows, which falls with k. Where A > 0 the first
-depths bear it: all those up to the K with the largest (E(K) - 1) / R(K) count with that mean and are added one after
-another (the steepest segment of the upper hull of E over R; behind it the mean is above the next depth's).
+So a step is expected to emit E(K) = 1 + o · (a_1 + a_1·a_2 + …) tokens (for i.i.d. acceptance a and o = 1 that is
+(1 - a^(K+1)) / (1 - a), Leviathan et al. 2023), and has R(K) = o · (A + n_1 + … + n_K) rows behind its root, R(0) = 0:
+its nodes and A auxiliary rows, paid once it drafts at all. The K of a batch maximise
+
+    (Σ E_i(K_i) + E') / (T_target(Σ (1 + R_i(K_i)) + R') + Σ_drafters T_draft(longest K of that drafter))
+
+with E' tokens and R' rows of whatever else is in the step (choices without drafts or with a K of their own, prompts)
+and measured times, interpolated between row counts. One walk starts at K = 0 for all and adds depths in falling order
+of what they bring a row; the best point of the walk is taken. Where a depth brings more a row than those before it
+(the first ones bear A; a tree may thin out faster than its chances fall) they count with their common mean and are
+added one after another: the segments of the upper hull of E over R.
 
 That finds the global maximum for one choice, whatever its rows (the walk passes through every K); for a batch whose
-choices have the same w and A = 0 (for any number of rows the best draft takes the largest marginals); and for any
+choices have one n and A = 0 (for any number of rows the best draft takes the largest marginals); and for any
 batch where T_target is affine (for the best rate r every choice maximises E - r·slope·R by itself, Dinkelbach 1967, and
 those K lie on the hulls). Otherwise it may miss what the last segment would have brought: the tokens of one draft
 among those of the batch. Because a drafter that costs time or auxiliary rows may spoil the walk, it is also
-tried without each of these. Depths that are reached in less than 1 % of steps are left out.
+tried without each of these. Depths that are reached in less than 1 % of drafts are left out.
+
+*The load gate.* Rows of a full batch cost time, and T_target knows it. Where the K held are expected to emit less a
+second than no drafts at all, by more than `largest_loss`, all are chosen anew at once, whatever their dwell. A first K
+that the operator gave is taken only where it is not expected to lose against no draft.
+
+Cost: a few operations for each depth of each choice, every few steps; never one for each node or token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,20 +39,21 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TypeAlias
 
-_Depth: TypeAlias = tuple[float, int, float, int]
+_Depth: TypeAlias = tuple[float, int, float, float]
 """One more depth of one choice: what it brings a row (negative, to sort by), the choice, what it brings, its rows."""
 
 _SMALLEST_CHANCE = 0.01
+_SMALLEST_SHARE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
     """One choice before a step.
 
-    `rates` are conditional rates by depth; their number is the longest draft possible now. `fixed` is the
-    request's own length, respected as given. `current` is the K of the last decision, None before the first.
-    `dwell_steps` must have passed since the last change (`steps_since_change`). A draft has `width` nodes a depth
-    (at most: a tree may be thinner) and `auxiliary_rows` whatever its depth.
+    `rates` are the a_i of the module's docstring; their number is the longest draft possible now. `nodes` are the n_i,
+    as many at least; without them `width` at every depth. `offered`: o. `fixed` is the request's own length, respected
+    as given. `current` is the K of the last decision, None before the first; `start`: the K that the first is to be.
+    `dwell_steps` must have passed since the last change (`steps_since_change`).
     """
 
     drafter: str
@@ -49,28 +64,50 @@ class DraftCandidate:
     dwell_steps: int = 8
     width: int = 1
     auxiliary_rows: int = 0
+    nodes: tuple[float, ...] = ()
+    offered: float = 1.0
+    start: int | None = None
 
-    def rows(self, length: int) -> int:
-        """Rows behind the root."""
-        return length * self.width + self.auxiliary_rows if length > 0 else 0
+    def rows(self, length: int) -> float:
+        """R(length): rows expected behind the root."""
+        if length <= 0:
+            return 0.0
+        nodes = sum(self.nodes[:length]) if self.nodes else length * self.width
+        return self.offered * (nodes + self.auxiliary_rows)
+
+    def expected(self, length: int) -> float:
+        """E(length): tokens that a step is expected to emit."""
+        chance, more = 1.0, 0.0
+        for conditional in self.rates[:length]:
+            chance *= conditional
+            more += chance
+        return 1.0 + self.offered * more
 
 
 @dataclass(frozen=True, slots=True)
 class ChangePolicy:
-    """When a change is worth it. Gains are relative, for a batch of one; in a batch a change needs its share."""
+    """When a change is worth it. Gains are relative, for a batch of one; in a batch a change needs its share.
+
+    `largest_loss`: what the lengths held may be expected to lose against no drafts at all.
+    """
 
     min_gain: float = 0.01
+    largest_loss: float = 0.01
     urgent_gain: float = 0.10
     urgent_dwell_steps: int = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Measured seconds: of a step by its rows (`target`), of a draft by its depth (`drafters`; missing: free)."""
+    """Measured seconds: of a step by its rows (`target`), of a draft by its depth (`drafters`; missing: free).
+
+    `other_rows` of the step belong to nobody who is decided on; `other_tokens` are what they are expected to emit.
+    """
 
     target: Sequence[float]
     drafters: Mapping[str, Sequence[float]]
-    other_rows: int = 0
+    other_rows: float = 0
+    other_tokens: float = 0
 
 
 def choose_draft_lengths(
@@ -78,18 +115,40 @@ def choose_draft_lengths(
 ) -> list[int]:
     """K for each candidate, in order: what is held, changed only where the gain pays. Reads only its arguments."""
     policy = policy or ChangePolicy()
-    held = [_held_length(candidate) for candidate in candidates]
+    held = _held_lengths(candidates, costs)
+    lengths = [length or 0 for length in held]
+    before = _rate(candidates, lengths, costs)
+    if before < (1.0 - policy.largest_loss) * _rate(candidates, _plain(candidates), costs):
+        return _best(candidates, held, [candidate.fixed is None for candidate in candidates], costs)[0]
     due = _movable(candidates, held, None)
     urgent = _movable(candidates, held, policy.urgent_dwell_steps)
-    if any(due) or any(urgent):
-        before = _rate(candidates, [length or 0 for length in held], costs)
-        for movable, gain in ((urgent, policy.urgent_gain), (due, policy.min_gain)):
-            if not any(movable) or (movable is urgent and urgent == due):
-                continue
-            lengths, rate = _best(candidates, held, movable, costs)
-            if _pays(held, lengths, rate, before, gain):
-                return lengths
-    return [length or 0 for length in held]
+    for movable, gain in ((urgent, policy.urgent_gain), (due, policy.min_gain)):
+        if not any(movable) or (movable is urgent and urgent == due):
+            continue
+        best, rate = _best(candidates, held, movable, costs)
+        if _pays(held, best, rate, before, gain / (len(held) + costs.other_tokens)):
+            return best
+    return lengths
+
+
+def _plain(candidates: Sequence[DraftCandidate]) -> list[int]:
+    """The lengths of a batch that drafts no more than it must."""
+    return [min(candidate.fixed or 0, len(candidate.rates)) for candidate in candidates]
+
+
+def _held_lengths(candidates: Sequence[DraftCandidate], costs: StepCosts) -> list[int | None]:
+    """The lengths without any change; None: no decision yet. Given first lengths are taken where they do not lose."""
+    held = [_held_length(candidate) for candidate in candidates]
+    started = [
+        min(candidate.start, len(candidate.rates))
+        if length is None and candidate.start is not None
+        else length
+        for candidate, length in zip(candidates, held, strict=True)
+    ]
+    if started == held:
+        return held
+    rate = _rate(candidates, [length or 0 for length in started], costs)
+    return started if rate >= _rate(candidates, [length or 0 for length in held], costs) else held
 
 
 def _held_length(candidate: DraftCandidate) -> int | None:
@@ -118,39 +177,38 @@ def _movable(
 def _pays(
     held: Sequence[int | None], lengths: Sequence[int], rate: float, before: float, min_gain: float
 ) -> bool:
-    """Whether the predicted gain is worth the changes; first decisions need none."""
+    """Whether the predicted gain is worth the changes, `min_gain` for each; first decisions need none."""
     if any(length is None for length in held):
         return True
     changed = sum(old != new for old, new in zip(held, lengths, strict=True))
-    return changed > 0 and rate >= before * (1.0 + min_gain * changed / len(held))
+    return changed > 0 and rate >= before * (1.0 + min_gain * changed)
 
 
 def _rate(candidates: Sequence[DraftCandidate], lengths: Sequence[int], costs: StepCosts) -> float:
     """Expected tokens a second of the given lengths."""
-    emitted, rows, longest = 0.0, len(lengths) + costs.other_rows, dict[str, int]()
+    emitted, rows = costs.other_tokens, len(lengths) + costs.other_rows
+    longest: dict[str, int] = {}
     for candidate, length in zip(candidates, lengths, strict=True):
-        emitted += _expected(candidate.rates, length)
+        emitted += candidate.expected(length)
         rows += candidate.rows(length)
         longest[candidate.drafter] = max(length, longest.get(candidate.drafter, 0))
-    seconds = _at(costs.target, rows)
+    seconds = seconds_at(costs.target, rows)
     for drafter, length in longest.items():
-        seconds += _at(costs.drafters.get(drafter, ()), length)
+        seconds += seconds_at(costs.drafters.get(drafter, ()), length)
     return emitted / seconds if seconds > 0.0 else emitted
 
 
-def _expected(rates: Sequence[float], length: int) -> float:
-    """E(length)."""
-    chance = expected = 1.0
-    for conditional in rates[:length]:
-        chance *= conditional
-        expected += chance
-    return expected
+def seconds_at(table: Sequence[float], count: float) -> float:
+    """The table's seconds, interpolated between whole counts; 0 of nothing, beyond its end it goes on as it ended.
 
-
-def _at(table: Sequence[float], count: int) -> float:
-    if not table or count == 0:
+    Rows beyond those of the largest step push others, of prompts or drafts, into a later one: they are not free.
+    """
+    if not table or count <= 0:
         return 0.0
-    return table[min(count, len(table) - 1)]
+    low = min(int(count), len(table) - 2)
+    if low < 0:
+        return table[0]
+    return table[low] + (count - low) * (table[low + 1] - table[low])
 
 
 def _best(
@@ -165,7 +223,9 @@ def _best(
     if len({candidate.drafter for candidate in moving}) < 2:
         return lengths, rate
     costly = {
-        c.drafter for c in moving if c.auxiliary_rows or _at(costs.drafters.get(c.drafter, ()), 1) > 0.0
+        c.drafter
+        for c in moving
+        if c.auxiliary_rows or seconds_at(costs.drafters.get(c.drafter, ()), 1) > 0.0
     }
     for name in sorted(costly):
         without = [
@@ -187,21 +247,19 @@ def _walk(
     """Add depths by falling gain a row; the best point of the walk."""
     lengths = [0 if moves else (length or 0) for length, moves in zip(held, movable, strict=True)]
     depths: list[_Depth] = []
-    emitted, rows = 0.0, len(lengths) + costs.other_rows
+    emitted, rows = costs.other_tokens, len(lengths) + costs.other_rows
     longest: dict[str, int] = {}
     for index, candidate in enumerate(candidates):
         length = lengths[index]
+        emitted += candidate.expected(length)
+        rows += candidate.rows(length)
         if movable[index]:
-            emitted += 1.0
             depths += _depths(index, candidate)
-        else:
-            emitted += _expected(candidate.rates, length)
-            rows += candidate.rows(length)
         longest[candidate.drafter] = max(length, longest.get(candidate.drafter, 0))
     depths.sort(key=itemgetter(0))
-    draft_seconds = sum(_at(costs.drafters.get(name, ()), length) for name, length in longest.items())
-    target, last = costs.target, len(costs.target) - 1
-    seconds = (target[min(rows, last)] if target else 0.0) + draft_seconds
+    draft_seconds = sum(seconds_at(costs.drafters.get(name, ()), length) for name, length in longest.items())
+    target = costs.target
+    seconds = seconds_at(target, rows) + draft_seconds
     best_rate, best_depths = emitted / seconds if seconds > 0.0 else emitted, 0
     walked = lengths.copy()
     for count, (_, index, gain, own_rows) in enumerate(depths, start=1):
@@ -211,9 +269,9 @@ def _walk(
         drafter = candidates[index].drafter
         if walked[index] > longest[drafter]:
             table = costs.drafters.get(drafter, ())
-            draft_seconds += _at(table, walked[index]) - _at(table, longest[drafter])
+            draft_seconds += seconds_at(table, walked[index]) - seconds_at(table, longest[drafter])
             longest[drafter] = walked[index]
-        seconds = (target[min(rows, last)] if target else 0.0) + draft_seconds
+        seconds = seconds_at(target, rows) + draft_seconds
         rate = emitted / seconds if seconds > 0.0 else emitted
         if rate > best_rate:
             best_rate, best_depths = rate, count
@@ -224,28 +282,21 @@ def _walk(
 
 def _depths(index: int, candidate: DraftCandidate) -> list[_Depth]:
     """A choice's depths in order, each with what it brings a row: never more than the one before."""
-    depths: list[_Depth] = []
-    chance, width = 1.0, candidate.width
-    for conditional in candidate.rates:
+    segments: list[tuple[float, float, list[tuple[float, float]]]] = []
+    chance, offered = 1.0, max(_SMALLEST_SHARE, candidate.offered)
+    for depth, conditional in enumerate(candidate.rates):
         chance *= conditional
         if chance < _SMALLEST_CHANCE:
             break
-        depths.append((-chance / width, index, chance, width))
-    if depths and candidate.auxiliary_rows:
-        _bear(depths, candidate.auxiliary_rows)
-    return depths
-
-
-def _bear(depths: list[_Depth], auxiliary_rows: int) -> None:
-    """Let the first depths bear the auxiliary rows, as many of them as raise what they bring a row together."""
-    _, index, gain, width = depths[0]
-    rows = auxiliary_rows + width
-    mean = -gain / rows
-    size = 1
-    while size < len(depths) and depths[size][0] < mean:
-        gain += depths[size][2]
-        rows += width
-        mean = -gain / rows
-        size += 1
-    for place in range(size):
-        depths[place] = (mean, index, depths[place][2], width + (0 if place else auxiliary_rows))
+        nodes = candidate.nodes[depth] if candidate.nodes else float(candidate.width)
+        rows = offered * (nodes + (0 if depth else candidate.auxiliary_rows))
+        gain, parts = offered * chance, [(offered * chance, rows)]
+        while segments and gain * segments[-1][1] > segments[-1][0] * rows:
+            earlier_gain, earlier_rows, earlier = segments.pop()
+            gain, rows, parts = earlier_gain + gain, earlier_rows + rows, earlier + parts
+        segments.append((gain, rows, parts))
+    return [
+        (-gain / rows, index, own_gain, own_rows)
+        for gain, rows, parts in segments
+        for own_gain, own_rows in parts
+    ]

@@ -49,6 +49,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
     """One life of a scripted worker. Keeps what it was asked; `faults` are used up call by call.
 
     `service_s`: how long an answer takes before its first token. `text_bytes`: padding of each delta's text.
+    `drafters`: what it says that it hosts; `auto` becomes the last one that it is offered.
     """
 
     def __init__(self, worker_id: str, grpc_settings: GrpcSettings | None = None) -> None:
@@ -71,6 +72,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
         self.address = ""
         self.alive = True
         self.total_blocks = 1024
+        self.drafters: tuple[str, ...] = ("none", "ngram")
         self.service_s = 0.0
         self.text_bytes = 0
         self.sent_deltas = 0
@@ -113,7 +115,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
             total_blocks=self.total_blocks,
             block_size=16,
             max_context=self.total_blocks * 16,
-            drafters=("none", "ngram"),
+            drafters=self.drafters,
             max_draft_length=16,
             reported_unix_ms=SystemClock().unix_ms(),
         )
@@ -147,9 +149,10 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, admin_pb2_grpc.AdminService
         sent = 0
         if fault is not None and fault.after_tokens == 0 and await self._fail(fault, context):
             return
-        await context.write(decode_pb2.DecodeEvent(started=decode_pb2.DecodeStarted()))
+        drafter = [request.speculation.drafter, *request.auto_drafters][-1]
+        await context.write(decode_pb2.DecodeEvent(started=decode_pb2.DecodeStarted(drafter=drafter)))
         await asyncio.sleep(self.service_s)
-        report = common_pb2.SpeculationReport(drafter=request.speculation.drafter)
+        report = common_pb2.SpeculationReport(drafter=drafter)
         completion = 0
         for choice in range(request.sampling.n):
             done = next(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/decode.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"@\n\x0bPrefillPeer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"F\n\x0cThinkingPace\x12\x14\n\x0c\x64raft_length\x18\x01 \x01(\x05\x12\x0f\n\x07opening\x18\x02 \x01(\t\x12\x0f\n\x07\x63losing\x18\x03 \x01(\t\"?\n\tCommitted\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\xc1\x03\n\rDecodeRequest\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Ticket\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x1a\n\x12\x64raft_length_fixed\x18\x05 \x01(\x08\x12)\n\tcommitted\x18\x06 \x03(\x0b\x32\x16.outrider.v1.Committed\x12/\n\rprefill_peers\x18\x07 \x03(\x0b\x32\x18.outrider.v1.PrefillPeer\x12\x15\n\rrequest_class\x18\x08 \x01(\t\x12+\n\x0c\x62\x61\x64_word_ids\x18\t \x03(\x0b\x32\x15.outrider.v1.TokenIds\x12\x15\n\reos_token_ids\x18\n \x03(\x05\x12\x14\n\x0cmerge_deltas\x18\x0b \x01(\x08\x12+\n\x08thinking\x18\x14 \x01(\x0b\x32\x19.outrider.v1.ThinkingPace\"\xa1\x01\n\x0b\x44\x65\x63odeEvent\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.outrider.v1.DecodeStartedH\x00\x12)\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x18.outrider.v1.DecodeDeltaH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.DecodeFinishedH\x00\x42\x07\n\x05\x65vent\"-\n\rDecodeStarted\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x01 \x01(\x05\"\xc6\x01\n\x0b\x44\x65\x63odeDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12.\n\x06report\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationReport\x12)\n\x06\x66inish\x18\x06 \x01(\x0b\x32\x19.outrider.v1.ChoiceFinish\"\xe1\x01\n\x0e\x44\x65\x63odeFinished\x12*\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x19.outrider.v1.ChoiceFinish\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\x12.\n\x06report\x18\x03 \x01(\x0b\x32\x1e.outrider.v1.SpeculationReport\x12#\n\x06timing\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Timing\x12+\n\x07handoff\x18\x05 \x01(\x0b\x32\x1a.outrider.v1.HandoffReport\"m\n\rHandoffReport\x12\x0f\n\x07outcome\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x05\x12\x19\n\x11prefill_worker_id\x18\x05 \x01(\t2L\n\x06\x44\x65\x63ode\x12\x42\n\x08Generate\x12\x1a.outrider.v1.DecodeRequest\x1a\x18.outrider.v1.DecodeEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/decode.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"@\n\x0bPrefillPeer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"F\n\x0cThinkingPace\x12\x14\n\x0c\x64raft_length\x18\x01 \x01(\x05\x12\x0f\n\x07opening\x18\x02 \x01(\t\x12\x0f\n\x07\x63losing\x18\x03 \x01(\t\"?\n\tCommitted\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\xd8\x03\n\rDecodeRequest\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Ticket\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x1a\n\x12\x64raft_length_fixed\x18\x05 \x01(\x08\x12)\n\tcommitted\x18\x06 \x03(\x0b\x32\x16.outrider.v1.Committed\x12/\n\rprefill_peers\x18\x07 \x03(\x0b\x32\x18.outrider.v1.PrefillPeer\x12\x15\n\rrequest_class\x18\x08 \x01(\t\x12+\n\x0c\x62\x61\x64_word_ids\x18\t \x03(\x0b\x32\x15.outrider.v1.TokenIds\x12\x15\n\reos_token_ids\x18\n \x03(\x05\x12\x14\n\x0cmerge_deltas\x18\x0b \x01(\x08\x12+\n\x08thinking\x18\x14 \x01(\x0b\x32\x19.outrider.v1.ThinkingPace\x12\x15\n\rauto_drafters\x18\x15 \x03(\t\"\xa1\x01\n\x0b\x44\x65\x63odeEvent\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.outrider.v1.DecodeStartedH\x00\x12)\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x18.outrider.v1.DecodeDeltaH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.DecodeFinishedH\x00\x42\x07\n\x05\x65vent\">\n\rDecodeStarted\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x01 \x01(\x05\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\"\xc6\x01\n\x0b\x44\x65\x63odeDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12.\n\x06report\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationReport\x12)\n\x06\x66inish\x18\x06 \x01(\x0b\x32\x19.outrider.v1.ChoiceFinish\"\xe1\x01\n\x0e\x44\x65\x63odeFinished\x12*\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x19.outrider.v1.ChoiceFinish\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\x12.\n\x06report\x18\x03 \x01(\x0b\x32\x1e.outrider.v1.SpeculationReport\x12#\n\x06timing\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Timing\x12+\n\x07handoff\x18\x05 \x01(\x0b\x32\x1a.outrider.v1.HandoffReport\"m\n\rHandoffReport\x12\x0f\n\x07outcome\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x05\x12\x19\n\x11prefill_worker_id\x18\x05 \x01(\t2L\n\x06\x44\x65\x63ode\x12\x42\n\x08Generate\x12\x1a.outrider.v1.DecodeRequest\x1a\x18.outrider.v1.DecodeEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,17 +39,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMMITTED']._serialized_start=205
   _globals['_COMMITTED']._serialized_end=268
   _globals['_DECODEREQUEST']._serialized_start=271
-  _globals['_DECODEREQUEST']._serialized_end=720
-  _globals['_DECODEEVENT']._serialized_start=723
-  _globals['_DECODEEVENT']._serialized_end=884
-  _globals['_DECODESTARTED']._serialized_start=886
-  _globals['_DECODESTARTED']._serialized_end=931
-  _globals['_DECODEDELTA']._serialized_start=934
-  _globals['_DECODEDELTA']._serialized_end=1132
-  _globals['_DECODEFINISHED']._serialized_start=1135
-  _globals['_DECODEFINISHED']._serialized_end=1360
-  _globals['_HANDOFFREPORT']._serialized_start=1362
-  _globals['_HANDOFFREPORT']._serialized_end=1471
-  _globals['_DECODE']._serialized_start=1473
-  _globals['_DECODE']._serialized_end=1549
+  _globals['_DECODEREQUEST']._serialized_end=743
+  _globals['_DECODEEVENT']._serialized_start=746
+  _globals['_DECODEEVENT']._serialized_end=907
+  _globals['_DECODESTARTED']._serialized_start=909
+  _globals['_DECODESTARTED']._serialized_end=971
+  _globals['_DECODEDELTA']._serialized_start=974
+  _globals['_DECODEDELTA']._serialized_end=1172
+  _globals['_DECODEFINISHED']._serialized_start=1175
+  _globals['_DECODEFINISHED']._serialized_end=1400
+  _globals['_HANDOFFREPORT']._serialized_start=1402
+  _globals['_HANDOFFREPORT']._serialized_end=1511
+  _globals['_DECODE']._serialized_start=1513
+  _globals['_DECODE']._serialized_end=1589
 # @@protoc_insertion_point(module_scope)

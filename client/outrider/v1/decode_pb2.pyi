@@ -38,7 +38,7 @@ class Committed(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("ticket", "token_ids", "sampling", "speculation", "draft_length_fixed", "committed", "prefill_peers", "request_class", "bad_word_ids", "eos_token_ids", "merge_deltas", "thinking")
+    __slots__ = ("ticket", "token_ids", "sampling", "speculation", "draft_length_fixed", "committed", "prefill_peers", "request_class", "bad_word_ids", "eos_token_ids", "merge_deltas", "thinking", "auto_drafters")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class DecodeRequest(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MERGE_DELTAS_FIELD_NUMBER: _ClassVar[int]
     THINKING_FIELD_NUMBER: _ClassVar[int]
+    AUTO_DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     ticket: _common_pb2.Ticket
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
@@ -63,7 +64,8 @@ class DecodeRequest(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     merge_deltas: bool
     thinking: ThinkingPace
-    def __init__(self, ticket: _Optional[_Union[_common_pb2.Ticket, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., draft_length_fixed: _Optional[bool] = ..., committed: _Optional[_Iterable[_Union[Committed, _Mapping]]] = ..., prefill_peers: _Optional[_Iterable[_Union[PrefillPeer, _Mapping]]] = ..., request_class: _Optional[str] = ..., bad_word_ids: _Optional[_Iterable[_Union[_common_pb2.TokenIds, _Mapping]]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., merge_deltas: _Optional[bool] = ..., thinking: _Optional[_Union[ThinkingPace, _Mapping]] = ...) -> None: ...
+    auto_drafters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ticket: _Optional[_Union[_common_pb2.Ticket, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., draft_length_fixed: _Optional[bool] = ..., committed: _Optional[_Iterable[_Union[Committed, _Mapping]]] = ..., prefill_peers: _Optional[_Iterable[_Union[PrefillPeer, _Mapping]]] = ..., request_class: _Optional[str] = ..., bad_word_ids: _Optional[_Iterable[_Union[_common_pb2.TokenIds, _Mapping]]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., merge_deltas: _Optional[bool] = ..., thinking: _Optional[_Union[ThinkingPace, _Mapping]] = ..., auto_drafters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("started", "delta", "finished")
@@ -76,10 +78,12 @@ class DecodeEvent(_message.Message):
     def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., delta: _Optional[_Union[DecodeDelta, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...
 
 class DecodeStarted(_message.Message):
-    __slots__ = ("cached_prompt_tokens",)
+    __slots__ = ("cached_prompt_tokens", "drafter")
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     cached_prompt_tokens: int
-    def __init__(self, cached_prompt_tokens: _Optional[int] = ...) -> None: ...
+    drafter: str
+    def __init__(self, cached_prompt_tokens: _Optional[int] = ..., drafter: _Optional[str] = ...) -> None: ...
 
 class DecodeDelta(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "report", "finish")

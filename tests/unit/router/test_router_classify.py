@@ -9,6 +9,7 @@ from core.settings import ClassPolicy
 from router.classify import classify
 from router.policy import DEFAULT_POLICIES, choose_drafting, load_policies, parse_policies
 
+HOSTED = frozenset({"none", "ngram"})
 PASSAGE = "The lighthouse stood at the end of the pier and was painted every second spring. " * 15
 
 PROMPTS = [
@@ -60,9 +61,12 @@ def test_any_text_has_a_class_and_none_takes_time_beyond_its_length(prompt: str)
     assert clock.now_s() - started_s < 1.0
 
 
-def test_each_class_has_a_policy_and_none_drafts_nothing() -> None:
+def test_each_class_has_a_policy_that_any_worker_can_follow() -> None:
     assert set(DEFAULT_POLICIES) == set(REQUEST_CLASSES)
-    assert all(policy.drafter == "ngram" for policy in DEFAULT_POLICIES.values())
+    for policy in DEFAULT_POLICIES.values():
+        assert "ngram" in policy.preference
+        plan = choose_drafting(SpeculationParams(), policy, HOSTED, 16)
+        assert (plan.speculation.drafter, plan.candidates) == ("ngram", ())
 
 
 def test_a_policy_file_changes_what_it_names_and_nothing_else() -> None:
@@ -100,7 +104,6 @@ def test_a_policy_file_that_is_missing_is_refused() -> None:
         load_policies("/nonexistent/policies.toml")
 
 
-HOSTED = frozenset({"none", "ngram"})
 POLICY = ClassPolicy(drafter="ngram", draft_length=5)
 
 
@@ -127,3 +130,35 @@ def test_auto_becomes_one_drafter_and_what_is_given_stays(
     plan = choose_drafting(requested, policy, HOSTED, 16)
     assert (plan.speculation.drafter, plan.speculation.draft_length, plan.fixed) == (drafter, length, fixed)
     assert bool(plan.fallback) == ("not hosted" in plan.reason)
+
+
+@pytest.mark.parametrize(
+    ("drafters", "candidates"),
+    [
+        (("eagle3", "ngram"), ("eagle3", "ngram")),
+        (("ngram", "medusa", "eagle3"), ("ngram", "eagle3")),
+        (("eagle3", "ngram", "eagle3"), ("eagle3", "ngram")),
+        (("eagle3", "ngram", "none", "cache"), ("eagle3", "ngram")),
+        (("eagle3", "bild", "ngram"), ("eagle3", "ngram")),
+        (("eagle3", "none", "ngram"), ()),
+        (("bild", "ngram"), ()),
+        (("medusa", "mtp"), ()),
+        ("ngram", ()),
+    ],
+)
+def test_of_several_hosted_drafters_the_worker_chooses_and_a_single_one_is_fixed(
+    drafters: str | tuple[str, ...], candidates: tuple[str, ...]
+) -> None:
+    hosted = frozenset({"none", "ngram", "eagle3", "cache", "bild"})
+    plan = choose_drafting(SpeculationParams(), ClassPolicy(drafter=drafters, draft_length=5), hosted, 16)
+    assert plan.candidates == candidates
+    assert (plan.speculation.drafter == "auto") == bool(candidates)
+    if candidates:
+        assert (plan.speculation.draft_length, plan.fixed, plan.fallback) == (5, False, "")
+        assert all(name in plan.reason for name in candidates)
+
+
+def test_what_the_client_names_is_no_question_to_the_worker() -> None:
+    policy = ClassPolicy(drafter=("eagle3", "ngram"))
+    plan = choose_drafting(SpeculationParams(drafter="ngram"), policy, HOSTED | {"eagle3"}, 16)
+    assert (plan.speculation.drafter, plan.candidates) == ("ngram", ())
