@@ -47,8 +47,15 @@ def engine_settings(spec: WorkerSpec) -> EngineSettings:
 
 
 def hosted_drafters(spec: WorkerSpec) -> DraftersSettings:
-    """The drafters of this deployment's decode workers, heads that ship for its target among them."""
-    return with_shipped(spec.settings.decode_worker.drafters, open_model(model_directory(spec)).revision())
+    """The drafters of this deployment's decode workers, heads that ship for its target among them.
+
+    A pipelined target has no exits, so an exit that ships is left out.
+    """
+    settings = spec.settings
+    drafters = with_shipped(settings.decode_worker.drafters, open_model(model_directory(spec)).revision())
+    if settings.engine.pipeline_stages > 1:
+        return drafters.model_copy(update={"layerskip": None})
+    return drafters
 
 
 def worker_record(

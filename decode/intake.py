@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from core.errors import InvalidArgument
-from core.records import ChoiceFinish
+from core.errors import FailedPrecondition, InvalidArgument
+from core.records import NO_PIPELINE, PASS_DRAFTER, ChoiceFinish
 from core.settings import DecodeSettings
 from core.tokenizer import IncrementalDetokenizer, Tokenizer
 from decode.beam_group import BeamGroup
@@ -41,7 +41,10 @@ class RequestFactory:
         self._limits = limits
 
     def make(self, key: int, job: DecodeJob, listener: Listener, hashes: list[bytes]) -> Request:
-        """The request of a job. Raises InvalidArgument for a drafter or draft length that this worker lacks."""
+        """The request of a job. Raises InvalidArgument for a drafter or draft length that this worker lacks.
+
+        FailedPrecondition for `pass` where the target is not pipelined.
+        """
         drafter, reason = self._choose(job)
         speculation = job.speculation
         requested = speculation.draft_length if job.draft_length_fixed else None
@@ -64,6 +67,8 @@ class RequestFactory:
         if name == AUTO:
             name = _AUTO_DRAFTER if _AUTO_DRAFTER in self._drafters else "none"
         drafter = self._drafters.get(name)
+        if drafter is None and name == PASS_DRAFTER:
+            raise FailedPrecondition("speculation.drafter", NO_PIPELINE)
         if drafter is None:
             known = ", ".join(sorted(self._drafters))
             raise InvalidArgument("speculation.drafter", f"{name!r} is not hosted here; these are: {known}")

@@ -31,6 +31,7 @@ from engine.pipeline_messages import (
     send_reply,
     send_step,
 )
+from engine.pipeline_timeline import StepTimes, Timeline
 from engine.plane_store import Slots
 from engine.stage import Stage, split_layers
 from engine.step_batch import SequenceStep, StepResult
@@ -64,7 +65,7 @@ class PipelinedEngine(Engine):
         epoch: int,
         clock: Clock,
     ) -> None:
-        """`epoch`: of this worker's life; answers of another one are refused."""
+        """`epoch`: of this worker's life; answers of another one are refused. `timeline`: set where it is wanted."""
         self.config = stage.config
         self.settings = settings
         self.max_context = context_limit(stage.config, settings)
@@ -79,6 +80,7 @@ class PipelinedEngine(Engine):
         self._model = model
         self._thread_id = 0
         self._number = 0
+        self.timeline: Timeline | None = None
         self._in_flight: deque[Flight] = deque()
         self._copies: list[tuple[Slots, Slots]] = []
         self.kv.on_copy = lambda source, target: self._copies.append((source.copy(), target.copy()))
@@ -98,10 +100,8 @@ class PipelinedEngine(Engine):
         cls, model: Path, settings: EngineSettings, channel: Channel, epoch: int, clock: Clock
     ) -> "PipelinedEngine":
         """The first of two stages; the last one is to be served at the channel's other end."""
-        files = open_model(model)
-        layers = split_layers(files.config.num_layers, 2)[0]
-        stage = Stage.load(model, settings, layers, hold_all_hidden=True)
-        return cls(stage, settings, files.revision(), model, channel, epoch, clock)
+        stage = load_first_stage(model, settings)
+        return cls(stage, settings, open_model(model).revision(), model, channel, epoch, clock)
 
     def step(
         self,
@@ -157,6 +157,8 @@ class PipelinedEngine(Engine):
             slots = torch.from_numpy(flight.rows.write_slots).long()
             for layer, plane in zip(self._last_hidden, reply.planes, strict=True):
                 self.kv.hidden[self.kv.layout.hidden_layers.index(layer)].index_copy_(0, slots, plane)
+        if self.timeline is not None:
+            self.timeline.note(self._times(flight, reply))
         return reply
 
     def close(self) -> None:
@@ -171,12 +173,32 @@ class PipelinedEngine(Engine):
         """Which attention runs, with its version."""
         return self._stage.attention_name
 
+    def _times(self, flight: Flight, reply: StepReply) -> StepTimes:
+        last_began_s, last_ended_s = reply.times.tolist()
+        wanted = flight.rows.wanted_rows is None or len(flight.rows.wanted_rows) > 0
+        return StepTimes(
+            number=flight.number,
+            rows=flight.rows.num_rows,
+            void=wanted and not len(reply.logits) and not len(reply.verdicts),
+            first_began_s=flight.began_s,
+            first_ended_s=flight.ended_s,
+            last_began_s=last_began_s,
+            last_ended_s=last_ended_s,
+            answered_s=self._clock.now_s(),
+        )
+
     def _take_copies(self) -> Tensor:
         """[2, n] int32: slot copies since the last message, in order."""
         copies, self._copies = self._copies, []
         if not copies:
             return torch.empty((2, 0), dtype=torch.int32)
         return torch.from_numpy(np.concatenate([np.stack(pair) for pair in copies], axis=1, dtype=np.int32))
+
+
+def load_first_stage(model: Path, settings: EngineSettings) -> Stage:
+    """The first of two stages, with room for the hidden planes of both."""
+    layers = split_layers(open_model(model).config.num_layers, 2)[0]
+    return Stage.load(model, settings, layers, hold_all_hidden=True)
 
 
 class LastWord(Protocol):
