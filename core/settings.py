@@ -39,8 +39,8 @@ class EngineSettings(Section):
         1,
         ge=1,
         le=2,
-        description="2: the later layers of a decode worker's target run in a process of their own, with num_threads of "
-        "their own: two stages want two cores.",
+        description="2: the later layers of a decode worker's target run in a process of its own, on num_threads "
+        "more: two stages want two cores.",
     )
 
 
