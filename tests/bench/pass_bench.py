@@ -3,7 +3,7 @@
 One served worker with `engine.pipeline_stages` 2 and one compute thread a stage. Three arms, interleaved prompt by
 prompt in another order every round: `none`, the drafter by its own name (drafts, then waits for both stages), and
 `pass` (the same drafter, drafting ahead). Prints tokens a second as ratios of pairs, the share of an answer's time in
-which both stages compute, the steps that were given up as void, and tokens that differ from `none`'s, of which any makes
+which both stages compute, the steps given up as void, and tokens that differ from `none`'s, of which any makes
 the exit code 1. FOLDER gets `pass.json` and, with matplotlib (the extra `plots`), `pass.png`: a stretch of steps.
 """
 
