@@ -48,9 +48,7 @@ def _with_directories(spec: WorkerSpec) -> DecodeSettings:
     return settings.model_copy(update={"drafters": drafters.model_copy(update={"draft_model": named})})
 
 
-async def _load_target(
-    spec: WorkerSpec, around: Surroundings, tokenizer: Tokenizer
-) -> tuple[Engine, LastStage | None]:
+async def _load_target(spec: WorkerSpec, around: Surroundings) -> tuple[Engine, LastStage | None]:
     """The engine, and of a pipelined one the process of its last stage. On the event loop that lives as long."""
     settings = spec.settings
     if settings.engine.pipeline_stages == 1:
@@ -58,7 +56,6 @@ async def _load_target(
     engine, last_stage = await load_pipeline(
         model_directory(spec),
         engine_settings(spec),
-        tokenizer.vocab_size,
         around.identity.epoch,
         start_timeout_s=settings.start_timeout_s,
         silence_timeout_s=settings.decode_worker.engine_stall_s,
@@ -117,8 +114,8 @@ class DecodeRole:
         """See `cluster.roles.build_role`."""
         settings = spec.settings
         decode = await asyncio.to_thread(lambda: _with_directories(spec))
+        engine, last_stage = await _load_target(spec, around)
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.from_directory(model_directory(spec)))
-        engine, last_stage = await _load_target(spec, around, tokenizer)
         worker = await on_passing_thread(
             lambda: DecodeWorker(
                 engine,

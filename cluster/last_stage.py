@@ -76,7 +76,6 @@ class LastStage:
 async def load_pipeline(
     model: Path,
     settings: EngineSettings,
-    num_token_ids: int,
     epoch: str,
     *,
     start_timeout_s: float,
@@ -92,7 +91,6 @@ async def load_pipeline(
         task = StageTask(
             model=model,
             engine=settings,
-            num_token_ids=num_token_ids,
             init_method=f"file://{directory}/store",
             connect_timeout_s=start_timeout_s,
             parent_id=os.getpid(),

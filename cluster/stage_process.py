@@ -25,11 +25,10 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class StageTask(Section):
-    """What the child is told. `num_token_ids`: ids that the tokenizer knows. `parent_id`: who started it."""
+    """What the child is told. `parent_id`: who started it."""
 
     model: Path
     engine: EngineSettings
-    num_token_ids: int
     init_method: str
     connect_timeout_s: float
     parent_id: int
@@ -37,15 +36,14 @@ class StageTask(Section):
 
 def run(task: StageTask) -> None:
     """Loads and serves. Raises PipelineBroken where the first stage does not come, or is lost."""
-    config = open_model(task.model).config
-    layers = split_layers(config.num_layers, task.engine.pipeline_stages)[-1]
+    num_layers = open_model(task.model).config.num_layers
+    layers = split_layers(num_layers, task.engine.pipeline_stages)[-1]
     stage = Stage.load(task.model, task.engine, layers)
     channel = DistributedChannel(
         task.init_method, 1, connect_timeout_s=task.connect_timeout_s, silence_timeout_s=None
     )
     try:
-        last_word = NativeLastWord(min(task.num_token_ids, config.vocab_size))
-        serve_last_stage(stage, channel, last_word, SystemClock())
+        serve_last_stage(stage, channel, NativeLastWord(), SystemClock())
     finally:
         channel.close()
 

@@ -47,7 +47,7 @@ async def pipeline(
     model: Path, silence_timeout_s: float = 20.0
 ) -> AsyncIterator[tuple[PipelinedEngine, LastStage]]:
     engine, last = await load_pipeline(
-        model, SETTINGS, 256, EPOCH, start_timeout_s=60.0, silence_timeout_s=silence_timeout_s
+        model, SETTINGS, EPOCH, start_timeout_s=60.0, silence_timeout_s=silence_timeout_s
     )
     try:
         yield engine, last
@@ -136,7 +136,6 @@ async def test_a_child_that_cannot_load_is_told_at_once(tmp_path: Path) -> None:
     task = StageTask(
         model=tmp_path / "nothing here",
         engine=SETTINGS,
-        num_token_ids=256,
         init_method=f"file://{tmp_path}/store",
         connect_timeout_s=60.0,
         parent_id=os.getpid(),
@@ -151,7 +150,6 @@ async def test_a_child_of_somebody_else_ends_at_once(model: Path, tmp_path: Path
     task = StageTask(
         model=model,
         engine=SETTINGS,
-        num_token_ids=256,
         init_method=f"file://{tmp_path}/store",
         connect_timeout_s=60.0,
         parent_id=os.getppid(),
