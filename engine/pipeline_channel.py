@@ -3,6 +3,7 @@
 import queue
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, Self
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from engine.pipeline_messages import PipelineBroken
 
 NEVER: Final = timedelta(days=3650)
+_LAST_WORDS: Final = timedelta(seconds=1)
 _KEPT_MESSAGES: Final = 2
 """Messages whose tensors are kept without a look at them: an earlier one has been answered, so it is through."""
 
@@ -66,10 +68,15 @@ class DistributedChannel:
 
     def close(self) -> None:
         """See `Channel`."""
-        if not self._closed:
-            self._closed = True
-            self._sending.clear()
-            dist.destroy_process_group()
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(RuntimeError):
+            for message in self._sending:
+                for work, _ in message:
+                    work.wait(_LAST_WORDS)
+        self._sending.clear()
+        dist.destroy_process_group()
 
 
 class QueueChannel:
