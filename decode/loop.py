@@ -17,9 +17,11 @@ from core.settings import DecodeSettings
 from decode.choice import Event, Prefilling, Request
 from decode.drafting import Drafting
 from decode.lifecycle import Lifecycle
+from decode.pass_step import PassStepper
 from decode.room import Room
 from decode.step import Stepper
 from decode.target import Target
+from engine.pipeline import PipelinedEngine
 from engine.pipeline_messages import PipelineBroken
 
 _LOG = logging.getLogger(__name__)
@@ -46,7 +48,9 @@ class DecodeLoop:
         self._room = Room(target.kv, settings.max_running, prefix_key)
         self._lifecycle = Lifecycle(target.kv, self._room, drafting, metrics, self._emit)
         self._roster = self._lifecycle.roster
-        self._stepper = Stepper(target, self._lifecycle, drafting, settings.step_tokens, clock, metrics)
+        pipelined = isinstance(target.engine, PipelinedEngine)
+        stepper = PassStepper if pipelined else Stepper
+        self._stepper = stepper(target, self._lifecycle, drafting, settings.step_tokens, clock, metrics)
         self.num_failed_steps = 0
         self.num_failed_checks = 0
         self._idle = True

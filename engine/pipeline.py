@@ -6,7 +6,7 @@ the caller go on meanwhile: at most `MOST_IN_FLIGHT` steps, answered in order. B
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,8 +141,11 @@ class PipelinedEngine(Engine):
         self._in_flight.append(flight)
         return flight
 
-    def answer(self, flight: Flight) -> StepReply:
-        """Wait for the answer to the oldest step; the last stage's hidden planes are in place then."""
+    def answer(self, flight: Flight, void: Collection[int] = ()) -> StepReply:
+        """Wait for the answer to the oldest step; the last stage's hidden planes are in place then.
+
+        `void`: sequences of the step whose planes nobody wants; their slots may be somebody else's by now.
+        """
         if not self._in_flight or self._in_flight[0] is not flight:
             raise PipelineBroken("steps are answered in the order in which they were launched")
         dtype = self.kv.layout.dtype
@@ -153,13 +156,22 @@ class PipelinedEngine(Engine):
                 f"step {flight.number} was asked, {reply.number} of epoch {reply.epoch} answered"
             )
         if len(reply.planes) and reply.planes.shape[1]:
-            assert self.kv.hidden is not None, "planes came that are not kept"
-            slots = torch.from_numpy(flight.rows.write_slots).long()
-            for layer, plane in zip(self._last_hidden, reply.planes, strict=True):
-                self.kv.hidden[self.kv.layout.hidden_layers.index(layer)].index_copy_(0, slots, plane)
+            self._keep_planes(flight.rows, reply.planes, void)
         if self.timeline is not None:
             self.timeline.note(self._times(flight, reply))
         return reply
+
+    def _keep_planes(self, rows: StepRows, planes: Tensor, void: Collection[int]) -> None:
+        """`planes` [last stage's hidden layers, rows, hidden_dim] to the slots of the rows, but for those of `void`."""
+        assert self.kv.hidden is not None, "planes came that are not kept"
+        slots = torch.from_numpy(rows.write_slots).long()
+        if void:
+            wanted = torch.ones(rows.num_rows, dtype=torch.bool)
+            for sequence in void:
+                wanted[rows.row_begin[sequence] : rows.row_begin[sequence + 1]] = False
+            slots, planes = slots[wanted], planes[:, wanted]
+        for layer, plane in zip(self._last_hidden, planes, strict=True):
+            self.kv.hidden[self.kv.layout.hidden_layers.index(layer)].index_copy_(0, slots, plane)
 
     def close(self) -> None:
         """Say good-bye to the last stage and let go of everything."""

@@ -17,7 +17,12 @@ from tests.support.held import wait_until_nothing_is_held
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
-PIPELINED = {**SMALL, "engine.pipeline_stages": 2, "telemetry.pipeline_timeline": "true"}
+PIPELINED = {
+    **SMALL,
+    "engine.pipeline_stages": 2,
+    "telemetry.pipeline_timeline": "true",
+    "decode_worker.drafters.ngram.min_match": 1,
+}
 PROMPT = "one two three one two three one two "
 GONE_S = 10.0
 
@@ -49,6 +54,7 @@ def asked(cluster: LocalCluster, drafter: str, max_tokens: int = 48) -> Result:
             seed=5,
             ignore_eos=True,
             drafter=drafter,
+            draft_length=None if drafter == "none" else 2,
             cache_salt=drafter,
         )
 
