@@ -4,7 +4,14 @@ import asyncio
 from typing import Self
 
 from cluster.answer_sharing import AnswerSharing, lineage_of
-from cluster.engines import hosted_drafters, load_engine, on_passing_thread, worker_record
+from cluster.engines import (
+    engine_settings,
+    hosted_drafters,
+    load_engine,
+    on_passing_thread,
+    worker_record,
+)
+from cluster.last_stage import LastStage, load_pipeline
 from cluster.roles import Surroundings, model_directory
 from cluster.specs import WorkerSpec
 from core.environment import cache_directory
@@ -19,6 +26,8 @@ from decode.drafters.cache import CacheDrafter
 from decode.drafters.vocabulary import vocabulary_digest
 from decode.service import DecodeAdminService, DecodeService
 from decode.worker import DecodeWorker
+from engine.engine import Engine
+from engine.pipeline_timeline import Timeline
 from outrider.v1 import admin_pb2_grpc, decode_pb2_grpc
 
 
@@ -37,6 +46,23 @@ def _with_directories(spec: WorkerSpec) -> DecodeSettings:
         ) from error
     named = draft.model_copy(update={"model": str(directory)})
     return settings.model_copy(update={"drafters": drafters.model_copy(update={"draft_model": named})})
+
+
+async def _load_target(spec: WorkerSpec, around: Surroundings) -> tuple[Engine, LastStage | None]:
+    """The engine, and of a pipelined one the process of its last stage. On the event loop that lives as long."""
+    settings = spec.settings
+    if settings.engine.pipeline_stages == 1:
+        return await on_passing_thread(lambda: load_engine(spec)), None
+    engine, last_stage = await load_pipeline(
+        model_directory(spec),
+        engine_settings(spec),
+        around.identity.epoch,
+        start_timeout_s=settings.start_timeout_s,
+        silence_timeout_s=settings.decode_worker.engine_stall_s,
+    )
+    if settings.telemetry.pipeline_timeline:
+        engine.timeline = Timeline()
+    return engine, last_stage
 
 
 async def _cache_in_use(
@@ -69,8 +95,15 @@ class DecodeRole:
     """A started decode worker and its services."""
 
     def __init__(
-        self, spec: WorkerSpec, around: Surroundings, worker: DecodeWorker, sharing: AnswerSharing | None
+        self,
+        spec: WorkerSpec,
+        around: Surroundings,
+        worker: DecodeWorker,
+        sharing: AnswerSharing | None,
+        last_stage: LastStage | None,
     ) -> None:
+        """`last_stage`: of a pipelined target."""
+        self._last_stage = last_stage
         self._spec = spec
         self._around = around
         self._worker = worker
@@ -81,7 +114,7 @@ class DecodeRole:
         """See `cluster.roles.build_role`."""
         settings = spec.settings
         decode = await asyncio.to_thread(lambda: _with_directories(spec))
-        engine = await on_passing_thread(lambda: load_engine(spec))
+        engine, last_stage = await _load_target(spec, around)
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.from_directory(model_directory(spec)))
         worker = await on_passing_thread(
             lambda: DecodeWorker(
@@ -104,7 +137,7 @@ class DecodeRole:
         if sharing is not None:
             await sharing.catch_up()
             sharing.start(settings.registry.heartbeat_s)
-        return cls(spec, around, worker, sharing)
+        return cls(spec, around, worker, sharing, last_stage)
 
     def record(self) -> WorkerRecord:
         """See `Role`."""
@@ -124,6 +157,10 @@ class DecodeRole:
         """See `Role`."""
         return self._worker.healthy()
 
+    def beyond_help(self) -> bool:
+        """See `Role`. With half of its target gone a worker cannot go on."""
+        return self._worker.beyond_help() or (self._last_stage is not None and not self._last_stage.alive)
+
     async def drain(self, grace_s: float) -> int:
         """See `Role`."""
         return await self._worker.drain(grace_s)
@@ -134,3 +171,5 @@ class DecodeRole:
             await self._sharing.stop()
         await self._worker.close()
         self._worker.engine.close()
+        if self._last_stage is not None:
+            await self._last_stage.close()

@@ -47,10 +47,17 @@ def engine_settings(spec: WorkerSpec) -> EngineSettings:
 
 
 def hosted_drafters(spec: WorkerSpec) -> DraftersSettings:
-    """The drafters of this deployment's decode workers, heads that ship for its target among them."""
+    """The drafters of this deployment's decode workers, heads that ship for its target among them.
+
+    A pipelined target has no exits, so an exit that ships is left out.
+    """
+    settings = spec.settings
     directory = model_directory(spec)
     revision = open_model(directory).revision()
-    return with_shipped(spec.settings.decode_worker.drafters, revision, model=directory)
+    drafters = with_shipped(settings.decode_worker.drafters, revision, model=directory)
+    if settings.engine.pipeline_stages > 1:
+        return drafters.model_copy(update={"layerskip": None})
+    return drafters
 
 
 def worker_record(

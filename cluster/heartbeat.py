@@ -73,11 +73,13 @@ class Heartbeat:
             await asyncio.sleep(self._settings.registry.heartbeat_s)
             await self.beat()
             if self._is_beyond_help():
-                _LOGGER.critical("the engine thread does not move: ending the process")
+                _LOGGER.critical("the engine does not move, and will not: ending the process")
                 os._exit(1)
 
     def _is_beyond_help(self) -> bool:
-        """Unhealthy for another `engine_stall_s` after it was found so."""
+        """Lost for good, or unhealthy for another `engine_stall_s` after it was found so."""
+        if self._role.beyond_help():
+            return True
         if self._role.healthy():
             self._unhealthy_since_s = None
             return False

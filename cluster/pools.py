@@ -83,7 +83,7 @@ class Pools:
             self._placed.append(self._start_one(spec))
 
     def _start_one(self, spec: WorkerSpec) -> _Placed:
-        cpus = float(self._settings.engine.num_threads) if self._detached and spec.role != "router" else 1.0
+        cpus = _compute_threads(spec) if self._detached and spec.role != "router" else 1.0
         lifetime = "detached" if self._detached else None
         group = placement_group([{"CPU": cpus}], lifetime=lifetime, name=f"group-{spec.worker_id}")
         if not group.wait(timeout_seconds=_PLACEMENT_TIMEOUT_S):
@@ -145,6 +145,12 @@ class Pools:
             ray.kill(placed.actor, no_restart=True)
             remove_placement_group(placed.group)
         self._placed.clear()
+
+
+def _compute_threads(spec: WorkerSpec) -> float:
+    """Of a worker with an engine; each stage of a pipelined target has its own."""
+    engine = spec.settings.engine
+    return float(engine.num_threads * (engine.pipeline_stages if spec.role == "decode" else 1))
 
 
 def end_deployment(timeout_s: float) -> tuple[str, ...]:

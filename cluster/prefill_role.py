@@ -1,5 +1,6 @@
 """The prefill worker as a role of a worker process."""
 
+import math
 from typing import Self
 
 from cluster.engines import load_engine, on_passing_thread, worker_record
@@ -55,6 +56,10 @@ class PrefillRole:
     def healthy(self) -> bool:
         """See `Role`."""
         return self._worker.stalled_s() <= self._spec.settings.decode_worker.engine_stall_s
+
+    def beyond_help(self) -> bool:
+        """See `Role`."""
+        return math.isinf(self._worker.stalled_s())
 
     async def drain(self, grace_s: float) -> int:
         """See `Role`."""

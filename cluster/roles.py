@@ -25,6 +25,10 @@ class Role(Protocol):
         """Whether the engine thread has finished a step, or idled, within `engine_stall_s`."""
         ...
 
+    def beyond_help(self) -> bool:
+        """Whether it can never be healthy again, so that its process is to end at once."""
+        ...
+
     async def drain(self, grace_s: float) -> int:
         """No new work; waits at most `grace_s` for what runs. Returns what is left."""
         ...

@@ -91,6 +91,10 @@ class RouterRole:
         """A router has no engine thread; its loop beats the heart itself."""
         return True
 
+    def beyond_help(self) -> bool:
+        """See `Role`."""
+        return False
+
     async def drain(self, grace_s: float) -> int:
         """See `Role`."""
         return await self._router.drain(grace_s)

@@ -246,9 +246,10 @@ def _with_port(settings: ServeSettings) -> ServeSettings:
 
 
 def _with_turns(settings: ServeSettings, directory: Path) -> ServeSettings:
-    """Workers that want more cores than there are take turns."""
+    """Workers that want more cores than there are take turns; a pipelined target does not."""
     wanted = (settings.prefill + settings.decode) * settings.engine.num_threads
-    if settings.engine.core_turns is not None or wanted <= len(os.sched_getaffinity(0)):
+    pipelined = settings.engine.pipeline_stages > 1
+    if pipelined or settings.engine.core_turns is not None or wanted <= len(os.sched_getaffinity(0)):
         return settings
     engine = settings.engine.model_copy(update={"core_turns": directory / "core-turns"})
     return settings.model_copy(update={"engine": engine})

@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 from core.section import Section
 
 Quantisation = Literal["none", "int8", "int4"]
+PassDrafterName = Literal["ngram", "draft_model", "eagle", "eagle3"]
+_HEADS: tuple[PassDrafterName, ...] = ("eagle", "eagle3")
 
 
 class NgramSettings(Section):
@@ -225,3 +227,14 @@ class DraftersSettings(Section):
     bild: BildSettings | None = None
     cascade: CascadeSettings | None = None
     scripted: ScriptedSettings | None = None
+    pass_drafter: PassDrafterName = Field(
+        "ngram", description="What `pass` drafts with, as chains; where engine.pipeline_stages is 2."
+    )
+
+    @property
+    def without_pass_drafter(self) -> str:
+        """What is missing for `pass_drafter`, and how to mend it; "": it is there, or may ship with the target."""
+        name = self.pass_drafter
+        if getattr(self, name) is not None or (name in _HEADS and self.shipped):
+            return ""
+        return f"{name} is not configured; set decode_worker.drafters.{name}, or name one that is"

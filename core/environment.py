@@ -69,6 +69,11 @@ def compute_thread_variables(num_threads: int) -> dict[str, str]:
     }
 
 
+def loopback_collectives() -> dict[str, str]:
+    """Variables by which the sockets of `torch.distributed` between processes of one machine stay on it."""
+    return {"GLOO_SOCKET_IFNAME": _value("GLOO_SOCKET_IFNAME") or "lo"}
+
+
 def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
     """A copy of this process's environment with `overrides`, for starting a child."""
     return {**os.environ, **overrides}

@@ -22,11 +22,11 @@ class AdminClient:
         self._metadata = bearer_metadata(bearer_token)
         self._timeout_s = timeout_s
 
-    def status(self) -> admin_pb2.WorkerStatus:
-        """What the process says of itself."""
+    def status(self, *, timeline: bool = False) -> admin_pb2.WorkerStatus:
+        """What the process says of itself. `timeline`: with the steps of a pipelined target."""
         with self._stub() as stub:
             reply: admin_pb2.WorkerStatus = stub.Status(
-                admin_pb2.StatusRequest(), timeout=self._timeout_s, metadata=self._metadata
+                admin_pb2.StatusRequest(timeline=timeline), timeout=self._timeout_s, metadata=self._metadata
             )
         return reply
 

@@ -21,6 +21,12 @@ APPROXIMATE_MODES: frozenset[VerificationMode] = frozenset({"typical"})
 APPROXIMATE_DRAFTERS: frozenset[str] = frozenset({"bild", "cascade"})
 """Drafters with an acceptance rule of their own that changes the distribution: refused alike."""
 
+PASS_DRAFTER = "pass"
+"""The drafter that drafts ahead of a target in two stages; only decode workers with such a target host it."""
+
+NO_PIPELINE = "pass drafts ahead of a target in two stages: serve with engine.pipeline_stages 2"
+"""What a request for it is told elsewhere."""
+
 EarlyStopping = Literal[True, False, "never"]
 """When a beam search ends that has `beam_width` finished hypotheses; see `decode/beam_search.py`."""
 

@@ -35,6 +35,13 @@ class EngineSettings(Section):
         None,
         description="Lock file of workers that share this machine's cores: one step at a time. None: no turns.",
     )
+    pipeline_stages: int = Field(
+        1,
+        ge=1,
+        le=2,
+        description="2: the later layers of a decode worker's target run in a process of its own, on num_threads "
+        "more: two stages want two cores.",
+    )
 
 
 class HandoffSettings(Section):
@@ -171,6 +178,9 @@ class TelemetrySettings(Section):
         description="Prometheus port on loopback: the router's; workers beside it take the next. 0: any; None: off.",
     )
     service_namespace: str = "outrider"
+    pipeline_timeline: bool = Field(
+        False, description="Keep the times of a pipelined target's latest steps, for `Admin.Status`."
+    )
 
 
 class SecuritySettings(Section):
@@ -212,6 +222,22 @@ class ServeSettings(Section):
                 f"handoff.chunk_bytes: {self.handoff.chunk_bytes} do not fit in a message; "
                 f"at most {most}, or a larger grpc.max_message_bytes"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _a_pipeline_can_do_what_is_asked(self) -> Self:
+        if self.engine.pipeline_stages == 1:
+            return self
+        target = f"a pipelined target (engine.pipeline_stages {self.engine.pipeline_stages})"
+        if self.prefill > 0:
+            raise ValueError(f"prefill: {target} reads its own prompts; take --prefill 0")
+        if self.engine.core_turns is not None:
+            raise ValueError(f"engine.core_turns: {target} takes no turns; leave it out")
+        if self.decode_worker.drafters.layerskip is not None:
+            raise ValueError(f"decode_worker.drafters.layerskip: {target} has no exits; leave it out")
+        lacking = self.decode_worker.drafters.without_pass_drafter
+        if lacking:
+            raise ValueError(f"decode_worker.drafters.pass_drafter: {lacking}")
         return self
 
 

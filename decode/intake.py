@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from core.errors import InvalidArgument
-from core.records import APPROXIMATE_DRAFTERS, ChoiceFinish
+from core.errors import FailedPrecondition, InvalidArgument
+from core.records import APPROXIMATE_DRAFTERS, NO_PIPELINE, PASS_DRAFTER, ChoiceFinish
 from core.settings import DecodeSettings
 from core.tokenizer import IncrementalDetokenizer, Tokenizer
 from decode.beam_group import BeamGroup
@@ -45,7 +45,10 @@ class RequestFactory:
         self._drafter_choice = DrafterChoice()
 
     def make(self, key: int, job: DecodeJob, listener: Listener, hashes: list[bytes]) -> Request:
-        """The request of a job. Raises InvalidArgument for a drafter or draft length that this worker lacks."""
+        """The request of a job. Raises InvalidArgument for a drafter or draft length that this worker lacks.
+
+        FailedPrecondition for `pass` where the target is not pipelined.
+        """
         drafter, reason = self._choose(job)
         speculation = job.speculation
         requested = speculation.draft_length if job.draft_length_fixed else None
@@ -79,6 +82,8 @@ class RequestFactory:
         short = job.sampling.max_tokens < self._settings.min_speculation_tokens
         name = self._automatic(job, short) if speculation.drafter == AUTO else speculation.drafter
         drafter = self._drafters.get(name)
+        if drafter is None and name == PASS_DRAFTER:
+            raise FailedPrecondition("speculation.drafter", NO_PIPELINE)
         if drafter is None:
             known = ", ".join(sorted(self._drafters))
             raise InvalidArgument("speculation.drafter", f"{name!r} is not hosted here; these are: {known}")

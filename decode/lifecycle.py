@@ -113,11 +113,18 @@ class Lifecycle:
             self.take(choice, Verdict((), best.token_ids, best.logprobs), None)
             assert choice.ended, "a hypothesis ends where the answer does"
 
-    def take(self, choice: Choice, verdict: Verdict, depths: Sequence[int] | None) -> None:
+    def take(
+        self,
+        choice: Choice,
+        verdict: Verdict,
+        depths: Sequence[int] | None,
+        *,
+        keep_reserved: bool = False,
+    ) -> None:
         """Append a burst to the answer, commit its K and V, count it, emit it, and end the choice where it ends.
 
         `depths` are those of the draft's nodes; None: the token comes from a prompt's row and belongs to no step.
-        The accepted path has been compacted.
+        The accepted path has been compacted. `keep_reserved`: rows further on are on their way, their blocks stay.
         """
         if verdict.error is not None and not verdict.token_ids:
             self.fail(choice.request, _drawing_error(verdict.error))
@@ -129,7 +136,8 @@ class Lifecycle:
             table = choice.table
             assert table is not None
             num_accepted = len(verdict.accepted_rows)
-            self._kv.commit(table, table.num_tokens + 1 + min(num_accepted, cut.num_tokens))
+            num_tokens = table.num_tokens + 1 + min(num_accepted, cut.num_tokens)
+            self._kv.commit(table, num_tokens, keep_reserved=keep_reserved)
             choice.request.tally.add_step(depths, num_accepted, cut.num_tokens, cut.finish is not None)
         finish = cut.finish_of(choice.index)
         choice.finish = finish

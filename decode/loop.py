@@ -1,7 +1,8 @@
 """The decode loop: everything that happens to requests on the engine thread, turn by turn.
 
 A turn lets in who waits, serves reservations, steps the batch once, and hands all events to the event loop in
-one call. A failure inside a step ends the requests of that step with INTERNAL; the worker lives on.
+one call. A failure inside a step ends the requests of that step with INTERNAL; the worker lives on, unless it was half
+of its target that failed.
 """
 
 import logging
@@ -16,9 +17,12 @@ from core.settings import DecodeSettings
 from decode.choice import Event, Prefilling, Request
 from decode.drafting import Drafting
 from decode.lifecycle import Lifecycle
+from decode.pass_step import PassStepper
 from decode.room import Room
 from decode.step import Stepper
 from decode.target import Target
+from engine.pipeline import PipelinedEngine
+from engine.pipeline_messages import PipelineBroken
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,7 +48,9 @@ class DecodeLoop:
         self._room = Room(target.kv, settings.max_running, prefix_key)
         self._lifecycle = Lifecycle(target.kv, self._room, drafting, metrics, self._emit)
         self._roster = self._lifecycle.roster
-        self._stepper = Stepper(target, self._lifecycle, drafting, settings.step_tokens, clock, metrics)
+        pipelined = isinstance(target.engine, PipelinedEngine)
+        stepper = PassStepper if pipelined else Stepper
+        self._stepper = stepper(target, self._lifecycle, drafting, settings.step_tokens, clock, metrics)
         self.num_failed_steps = 0
         self.num_failed_checks = 0
         self._idle = True
@@ -101,10 +107,12 @@ class DecodeLoop:
         return bool(self._roster.running or self._roster.prefilling)
 
     def turn(self) -> bool:
-        """One turn; False where there was nothing to do. Does not raise."""
+        """One turn; False where there was nothing to do. Raises PipelineBroken, after which there can be no other."""
         try:
             self._let_in()
             worked = self._stepper.step()
+        except PipelineBroken:
+            raise
         except Exception:  # boundary: a step that fails ends its requests, not the worker
             _LOG.exception("a step failed; its requests end with INTERNAL")
             self._fail_batch()

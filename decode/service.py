@@ -1,5 +1,6 @@
 """The decode worker on the wire: `Decode.Generate`, and its own part of `Admin`."""
 
+import json
 import logging
 import os
 from typing import NoReturn, TypeVar
@@ -100,7 +101,10 @@ class DecodeAdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.StatusRequest, context: ServicerContext[object, object]
     ) -> admin_pb2.WorkerStatus:
         """See admin.proto."""
-        return worker_status(self._worker, self._model)
+        status = worker_status(self._worker, self._model)
+        if request.timeline:
+            status.pipeline_timeline = json.dumps(await self._worker.pipeline_steps())
+        return status
 
     async def Drain(  # gRPC names it
         self, request: admin_pb2.DrainRequest, context: ServicerContext[object, object]

@@ -21,7 +21,7 @@ from engine.step_batch import SequenceStep, StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class _Stepping:
+class Stepping:
     """A choice in this step, its draft cut to what has room."""
 
     choice: Choice
@@ -77,18 +77,19 @@ class Stepper:
         ]
         if not with_room and not prefills:
             return True
-        sequences = [_sequence_of(item) for item in stepping]
+        sequences = [sequence_of(item) for item in stepping]
         sequences += [_prefill_sequence(item, rows) for item, rows in prefills]
         sequences += [sequence for _, beams in searches for sequence in beams.sequences()]
         started_s = self._clock.now_s()
         result = self._target.step(sequences)
         items = [
-            _verify_item(item, start) for item, start in zip(stepping, result.logits_start, strict=False)
+            drafted_item(item, start) for item, start in zip(stepping, result.logits_start, strict=False)
         ]
         verdicts = verify(items, result.logits) if items else []
         self._search(searches, result)
+        rows = sum(len(sequence.token_ids) for sequence in sequences)
         prefill_rows = sum(rows for _, rows in prefills)
-        self._account(sequences, stepping, prefill_rows, self._clock.now_s() - started_s)
+        self._account(rows, stepping, prefill_rows, self._clock.now_s() - started_s)
         self._settle(stepping, items, verdicts, result)
         first_prefill = len(stepping)
         for index, (item, rows) in enumerate(prefills):
@@ -114,15 +115,15 @@ class Stepper:
 
     def _make_room(
         self, planned: Sequence[tuple[Choice, PlannedChoice]], drafts: dict[int, Draft]
-    ) -> list[_Stepping]:
+    ) -> list[Stepping]:
         """Reserve every choice's rows; where blocks run out drafts are cut first, then choices preempted."""
-        stepping: list[_Stepping] = []
+        stepping: list[Stepping] = []
         for choice, _ in planned:
             if choice.key not in self._roster.running:
                 continue
             draft = self._reserve(choice, drafts.get(choice.key, NO_DRAFT))
             if draft is not None:
-                stepping.append(_Stepping(choice, draft))
+                stepping.append(Stepping(choice, draft))
         return [item for item in stepping if item.choice.key in self._roster.running]
 
     def _reserve(self, choice: Choice, draft: Draft) -> Draft | None:
@@ -173,22 +174,15 @@ class Stepper:
             self._lifecycle.search(choice, beams, result.logits[start : start + num_rows], stepped=True)
             start += num_rows
 
-    def _account(
-        self,
-        sequences: Sequence[SequenceStep],
-        stepping: Sequence[_Stepping],
-        prefill_rows: int,
-        duration_s: float,
-    ) -> None:
+    def _account(self, rows: int, stepping: Sequence[Stepping], prefill_rows: int, duration_s: float) -> None:
         """Metrics, the controller's table of step times, and what the step cost each choice."""
-        rows = sum(len(sequence.token_ids) for sequence in sequences)
         self._metrics.step(rows, duration_s)
         self._drafting.record_step(rows, duration_s)
         self._drafting.charge([(item.choice, item.draft.num_rows) for item in stepping], rows, prefill_rows)
 
     def _settle(
         self,
-        stepping: Sequence[_Stepping],
+        stepping: Sequence[Stepping],
         items: Sequence[VerifyItem],
         verdicts: Sequence[Verdict],
         result: StepResult,
@@ -196,24 +190,38 @@ class Stepper:
         """Compact, commit and emit what was accepted, and tell the drafters."""
         observations: list[tuple[Choice, Observation]] = []
         for item, verdict, verify_input in zip(stepping, verdicts, items, strict=True):
-            choice = item.choice
-            table = choice.table
-            if choice.ended or table is None:
+            if item.choice.ended or item.choice.table is None:
                 continue
-            start = table.num_tokens
-            depths = item.draft.depths()
-            self._kv.compact(table, start, (0, *verdict.accepted_rows))
-            self._lifecycle.take(choice, verdict, depths)
-            num_auxiliary = len(item.draft.auxiliary_token_ids)
-            self._drafting.learn(choice, depths, len(verdict.accepted_rows), num_auxiliary)
-            if choice.drafting:
-                auxiliary = _auxiliary_logits(item, result.logits, verify_input.logits_start)
-                observations.append((choice, self._observation(item, verdict, start, auxiliary)))
+            auxiliary = _auxiliary_logits(item, result.logits, verify_input.logits_start)
+            observations += self._settle_one(item, verdict, auxiliary)
         if observations:
             self._drafting.observe(observations)
 
+    def _settle_one(
+        self,
+        item: Stepping,
+        verdict: Verdict,
+        auxiliary: Tensor | None = None,
+        *,
+        keep_reserved: bool = False,
+    ) -> list[tuple[Choice, Observation]]:
+        """One choice's part of `_settle`; what its drafter is to be told, if anything.
+
+        `keep_reserved`: see `Lifecycle.take`.
+        """
+        choice, depths = item.choice, item.draft.depths()
+        assert choice.table is not None
+        start = choice.table.num_tokens
+        self._kv.compact(choice.table, start, (0, *verdict.accepted_rows))
+        self._lifecycle.take(choice, verdict, depths, keep_reserved=keep_reserved)
+        num_auxiliary = len(item.draft.auxiliary_token_ids)
+        self._drafting.learn(choice, depths, len(verdict.accepted_rows), num_auxiliary)
+        if not choice.drafting:
+            return []
+        return [(choice, self._observation(item, verdict, start, auxiliary))]
+
     def _observation(
-        self, item: _Stepping, verdict: Verdict, start: int, auxiliary: Tensor | None
+        self, item: Stepping, verdict: Verdict, start: int, auxiliary: Tensor | None
     ) -> Observation:
         choice = item.choice
         hidden = None
@@ -241,7 +249,7 @@ class Stepper:
         self._lifecycle.computed(item)
 
 
-def _sequence_of(item: _Stepping) -> SequenceStep:
+def sequence_of(item: Stepping) -> SequenceStep:
     choice, draft = item.choice, item.draft
     table = choice.table
     assert table is not None
@@ -269,7 +277,7 @@ def _prefill_sequence(item: Prefilling, rows: int) -> SequenceStep:
     )
 
 
-def _verify_item(item: _Stepping, logits_start: int) -> VerifyItem:
+def drafted_item(item: Stepping, logits_start: int) -> VerifyItem:
     choice = item.choice
     draft_request = choice.draft_request
     return VerifyItem(
@@ -285,7 +293,7 @@ def _verify_item(item: _Stepping, logits_start: int) -> VerifyItem:
     )
 
 
-def _auxiliary_logits(item: _Stepping, logits: Tensor, logits_start: int) -> Tensor | None:
+def _auxiliary_logits(item: Stepping, logits: Tensor, logits_start: int) -> Tensor | None:
     count = len(item.draft.auxiliary_token_ids)
     if not count:
         return None

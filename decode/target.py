@@ -13,18 +13,18 @@ class Target:
     """`vocab_size`: ids that mean something; the model's head may be wider."""
 
     def __init__(self, engine: Engine, vocab_size: int) -> None:
-        self._engine = engine
-        self._vocab_size = vocab_size
+        self.engine = engine
+        self.vocab_size = vocab_size
         self.kv = engine.kv
 
     def step(self, sequences: Sequence[SequenceStep]) -> StepResult:
         """As `Engine.step`."""
-        result = self._engine.step(sequences)
+        result = self.engine.step(sequences)
         self.mask_padding(result.logits)
         return result
 
     def mask_padding(self, logits: Tensor) -> None:
         """In place, `logits` [..., width]: ids that no tokenizer knows cannot be drawn."""
-        if logits.shape[-1] > self._vocab_size:
+        if logits.shape[-1] > self.vocab_size:
             with torch.inference_mode():
-                logits[..., self._vocab_size :] = -torch.inf
+                logits[..., self.vocab_size :] = -torch.inf

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ from decode.warm_up import warm_up
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
 from engine.peer_info import describe_peer
+from engine.pipeline import PipelinedEngine
 from outrider.v1 import decode_pb2
 
 Result = TypeVar("Result")
@@ -172,6 +174,10 @@ class DecodeWorker:
         """Whether the engine thread has finished a turn, or idled, within `engine_stall_s`."""
         return self._thread.stalled_s() <= self._settings.engine_stall_s
 
+    def beyond_help(self) -> bool:
+        """Whether the engine thread has died, as it does with half of a pipelined target: nothing is served again."""
+        return math.isinf(self._thread.stalled_s())
+
     async def check(self) -> None:
         """Raise on a broken invariant; when idle, on anything left over."""
         await self._thread.call(self._loop.check)
@@ -182,6 +188,11 @@ class DecodeWorker:
             "failed_steps": float(self._loop.num_failed_steps),
             "failed_checks": float(self._loop.num_failed_checks),
         }
+
+    async def pipeline_steps(self) -> list[dict[str, int | float]]:
+        """The times of a pipelined target's latest steps, where it keeps them (`engine/pipeline_timeline.py`)."""
+        timeline = self.engine.timeline if isinstance(self.engine, PipelinedEngine) else None
+        return [] if timeline is None else await self._thread.call(timeline.steps)
 
     async def on_engine_thread(self, action: Callable[[], Result]) -> Result:
         """Run `action` between two turns; its result, or its exception."""

@@ -21,7 +21,7 @@ _LONGEST_IDLE_S = 3600.0
 
 
 class EngineThread:
-    """`turn` does one step and says whether there may be more to do. It must not raise.
+    """`turn` does one step and says whether there may be more to do. What it raises ends the thread for good.
 
     Where `has_work` says that it will compute, it waits for its turn on the cores first, and runs actions meanwhile:
     what came while it waited is part of the step. Idle, it looks again after `idle_s` seconds (None: when woken).

@@ -6,7 +6,7 @@ the caller go on meanwhile: at most `MOST_IN_FLIGHT` steps, answered in order. B
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from engine.pipeline_messages import (
     send_reply,
     send_step,
 )
+from engine.pipeline_timeline import StepTimes, Timeline
 from engine.plane_store import Slots
 from engine.stage import Stage, split_layers
 from engine.step_batch import SequenceStep, StepResult
@@ -64,7 +65,7 @@ class PipelinedEngine(Engine):
         epoch: int,
         clock: Clock,
     ) -> None:
-        """`epoch`: of this worker's life; answers of another one are refused."""
+        """`epoch`: of this worker's life; answers of another one are refused. `timeline`: set where it is wanted."""
         self.config = stage.config
         self.settings = settings
         self.max_context = context_limit(stage.config, settings)
@@ -79,6 +80,7 @@ class PipelinedEngine(Engine):
         self._model = model
         self._thread_id = 0
         self._number = 0
+        self.timeline: Timeline | None = None
         self._in_flight: deque[Flight] = deque()
         self._copies: list[tuple[Slots, Slots]] = []
         self.kv.on_copy = lambda source, target: self._copies.append((source.copy(), target.copy()))
@@ -98,10 +100,8 @@ class PipelinedEngine(Engine):
         cls, model: Path, settings: EngineSettings, channel: Channel, epoch: int, clock: Clock
     ) -> "PipelinedEngine":
         """The first of two stages; the last one is to be served at the channel's other end."""
-        files = open_model(model)
-        layers = split_layers(files.config.num_layers, 2)[0]
-        stage = Stage.load(model, settings, layers, hold_all_hidden=True)
-        return cls(stage, settings, files.revision(), model, channel, epoch, clock)
+        stage = load_first_stage(model, settings)
+        return cls(stage, settings, open_model(model).revision(), model, channel, epoch, clock)
 
     def step(
         self,
@@ -141,8 +141,11 @@ class PipelinedEngine(Engine):
         self._in_flight.append(flight)
         return flight
 
-    def answer(self, flight: Flight) -> StepReply:
-        """Wait for the answer to the oldest step; the last stage's hidden planes are in place then."""
+    def answer(self, flight: Flight, void: Collection[int] = ()) -> StepReply:
+        """Wait for the answer to the oldest step; the last stage's hidden planes are in place then.
+
+        `void`: sequences of the step whose planes nobody wants; their slots may be somebody else's by now.
+        """
         if not self._in_flight or self._in_flight[0] is not flight:
             raise PipelineBroken("steps are answered in the order in which they were launched")
         dtype = self.kv.layout.dtype
@@ -153,11 +156,22 @@ class PipelinedEngine(Engine):
                 f"step {flight.number} was asked, {reply.number} of epoch {reply.epoch} answered"
             )
         if len(reply.planes) and reply.planes.shape[1]:
-            assert self.kv.hidden is not None, "planes came that are not kept"
-            slots = torch.from_numpy(flight.rows.write_slots).long()
-            for layer, plane in zip(self._last_hidden, reply.planes, strict=True):
-                self.kv.hidden[self.kv.layout.hidden_layers.index(layer)].index_copy_(0, slots, plane)
+            self._keep_planes(flight.rows, reply.planes, void)
+        if self.timeline is not None:
+            self.timeline.note(self._times(flight, reply))
         return reply
+
+    def _keep_planes(self, rows: StepRows, planes: Tensor, void: Collection[int]) -> None:
+        """`planes` [last stage's hidden layers, rows, hidden_dim] to the slots of the rows, but for those of `void`."""
+        assert self.kv.hidden is not None, "planes came that are not kept"
+        slots = torch.from_numpy(rows.write_slots).long()
+        if void:
+            wanted = torch.ones(rows.num_rows, dtype=torch.bool)
+            for sequence in void:
+                wanted[rows.row_begin[sequence] : rows.row_begin[sequence + 1]] = False
+            slots, planes = slots[wanted], planes[:, wanted]
+        for layer, plane in zip(self._last_hidden, planes, strict=True):
+            self.kv.hidden[self.kv.layout.hidden_layers.index(layer)].index_copy_(0, slots, plane)
 
     def close(self) -> None:
         """Say good-bye to the last stage and let go of everything."""
@@ -171,12 +185,32 @@ class PipelinedEngine(Engine):
         """Which attention runs, with its version."""
         return self._stage.attention_name
 
+    def _times(self, flight: Flight, reply: StepReply) -> StepTimes:
+        last_began_s, last_ended_s = reply.times.tolist()
+        wanted = flight.rows.wanted_rows is None or len(flight.rows.wanted_rows) > 0
+        return StepTimes(
+            number=flight.number,
+            rows=flight.rows.num_rows,
+            void=wanted and not len(reply.logits) and not len(reply.verdicts),
+            first_began_s=flight.began_s,
+            first_ended_s=flight.ended_s,
+            last_began_s=last_began_s,
+            last_ended_s=last_ended_s,
+            answered_s=self._clock.now_s(),
+        )
+
     def _take_copies(self) -> Tensor:
         """[2, n] int32: slot copies since the last message, in order."""
         copies, self._copies = self._copies, []
         if not copies:
             return torch.empty((2, 0), dtype=torch.int32)
         return torch.from_numpy(np.concatenate([np.stack(pair) for pair in copies], axis=1, dtype=np.int32))
+
+
+def load_first_stage(model: Path, settings: EngineSettings) -> Stage:
+    """The first of two stages, with room for the hidden planes of both."""
+    layers = split_layers(open_model(model).config.num_layers, 2)[0]
+    return Stage.load(model, settings, layers, hold_all_hidden=True)
 
 
 class LastWord(Protocol):

@@ -3,8 +3,9 @@
 import queue
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
@@ -12,29 +13,45 @@ from torch import Tensor
 
 from engine.pipeline_messages import PipelineBroken
 
+NEVER: Final = timedelta(days=3650)
+_LAST_WORDS: Final = timedelta(seconds=1)
+_KEPT_MESSAGES: Final = 2
+"""Messages whose tensors are kept without a look at them: an earlier one has been answered, so it is through."""
+
 
 class DistributedChannel:
-    """Point to point over a process group of two: gloo on CPUs, NCCL on GPUs. Belongs to one thread."""
+    """Point to point over a process group of two: gloo on CPUs, NCCL on GPUs (not run yet). One thread at a time."""
 
-    def __init__(self, init_method: str, rank: int, backend: str = "gloo", timeout_s: float = 60.0) -> None:
-        """Waits for the other rank. `init_method`: `file://PATH` or `tcp://HOST:PORT`. Raises PipelineBroken."""
+    def __init__(
+        self,
+        init_method: str,
+        rank: int,
+        backend: str = "gloo",
+        *,
+        connect_timeout_s: float = 60.0,
+        silence_timeout_s: float | None = 60.0,
+    ) -> None:
+        """Waits for the other rank. `init_method`: `file://PATH` or `tcp://HOST:PORT`. Raises PipelineBroken.
+
+        `silence_timeout_s`: longest wait for a tensor; None: as long as the connection holds.
+        """
         self._peer = 1 - rank
-        self._sending: deque[tuple[Any, Tensor]] = deque()
+        self._silence = NEVER if silence_timeout_s is None else timedelta(seconds=silence_timeout_s)
+        self._sending: deque[list[tuple[Any, Tensor]]] = deque()  # Any: torch does not name its handles
         self._closed = False
+        connecting = timedelta(seconds=connect_timeout_s)
         try:
-            dist.init_process_group(
-                backend, init_method, rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s)
-            )
+            dist.init_process_group(backend, init_method, rank=rank, world_size=2, timeout=connecting)
         except (RuntimeError, ValueError) as error:
             raise PipelineBroken(f"the other stage did not come: {error}") from error
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """See `Channel`. Keeps the tensors until they are through."""
         try:
-            for tensor in tensors:
-                self._sending.append((dist.isend(tensor, self._peer), tensor))
-            while self._sending and self._sending[0][0].is_completed():
-                self._sending.popleft()
+            self._sending.append([(dist.isend(tensor, self._peer), tensor) for tensor in tensors])
+            while len(self._sending) > _KEPT_MESSAGES:
+                for work, _ in self._sending.popleft():
+                    work.wait(self._silence)
         except RuntimeError as error:
             raise PipelineBroken(f"the other stage is gone: {error}") from error
 
@@ -42,17 +59,24 @@ class DistributedChannel:
         """See `Channel`."""
         tensor = torch.empty(tuple(shape), dtype=dtype)
         try:
-            dist.recv(tensor, self._peer)
+            work = dist.irecv(tensor, self._peer)
+            assert work is not None, "a process group of two has the other rank"
+            work.wait(self._silence)
         except RuntimeError as error:
             raise PipelineBroken(f"the other stage is gone or silent: {error}") from error
         return tensor
 
     def close(self) -> None:
         """See `Channel`."""
-        if not self._closed:
-            self._closed = True
-            self._sending.clear()
-            dist.destroy_process_group()
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(RuntimeError):
+            for message in self._sending:
+                for work, _ in message:
+                    work.wait(_LAST_WORDS)
+        self._sending.clear()
+        dist.destroy_process_group()
 
 
 class QueueChannel:

@@ -17,6 +17,7 @@ from core.errors import InvalidArgument
 from core.settings import EngineSettings
 from engine.attention import Attention
 from engine.backends import make_backends
+from engine.huge_pages import advise_huge_pages
 from engine.kv_cache import KvCache, KvLayout
 from engine.llama import Llama, LlamaWeights, load_weights
 from engine.model_config import ModelConfig
@@ -75,6 +76,8 @@ class Stage:
             dtype,
         )
         kv = KvCache(layout, settings.num_blocks)
+        for plane in (kv.keys, kv.values):
+            advise_huge_pages(plane)
         max_context = settings.max_context or config.max_context
         part = replace(config, num_layers=len(layers))
         with torch.inference_mode():

@@ -1,9 +1,11 @@
 """From a GenerateRequest to core records, or InvalidArgument naming the field (DESIGN §8, CASES B51)."""
 
-from core.errors import InvalidArgument
+from core.errors import FailedPrecondition, InvalidArgument
 from core.records import (
     APPROXIMATE_DRAFTERS,
     APPROXIMATE_MODES,
+    NO_PIPELINE,
+    PASS_DRAFTER,
     REQUEST_CLASSES,
     RequestClass,
     SamplingParams,
@@ -39,8 +41,8 @@ def check_request(
 ) -> CheckedRequest:
     """Checks every field; sizes first, so that nothing large is copied, tokenised or parsed further.
 
-    Raises InvalidArgument. A NUL character is text like any other; invalid Unicode does not reach this function
-    (see `router/service.py`).
+    Raises InvalidArgument; FailedPrecondition for the drafter `pass` where no target is pipelined. A NUL character is
+    text like any other; invalid Unicode does not reach this function (see `router/service.py`).
     """
     if request.model not in ("", model.name):
         raise InvalidArgument("model", f"{request.model!r} is not served here; {model.name!r} is")
@@ -176,6 +178,8 @@ def _check_speculation(
 ) -> SpeculationParams:
     drafter = message.drafter if message.HasField("drafter") and message.drafter else AUTO
     if offer.known and drafter not in {AUTO, NO_DRAFTER} | offer.drafters:
+        if drafter == PASS_DRAFTER:
+            raise FailedPrecondition("speculation.drafter", NO_PIPELINE)
         names = ", ".join(sorted({AUTO, NO_DRAFTER} | offer.drafters))
         raise InvalidArgument("speculation.drafter", f"{drafter!r} is not offered; {names} are")
     if message.verification not in common_pb2.Verification.values():

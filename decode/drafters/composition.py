@@ -6,6 +6,7 @@ from core.clock import Clock
 from core.drafter_settings import DraftersSettings
 from core.errors import InvalidArgument
 from decode.drafters.draft_model import DraftModelDrafter
+from decode.drafters.pass_drafter import PassDrafter
 from decode.drafters.protocol import Drafter
 from decode.drafters.recursive import RecursiveDrafter
 from decode.drafters.sequoia import SequoiaDrafter
@@ -36,6 +37,12 @@ def add_composed(
         hosted["recursive"] = RecursiveDrafter(model, settings.recursive)
     if settings.specinfer is not None:
         hosted["specinfer"] = _specinfer(hosted, settings, settings.specinfer.members)
+
+
+def add_pass(hosted: dict[str, Drafter], settings: DraftersSettings) -> None:
+    """Add `pass`, on a worker whose target is pipelined. Raises InvalidArgument where its drafter is not hosted."""
+    inner = _hosted(hosted, settings.pass_drafter, "decode_worker.drafters.pass_drafter")
+    hosted[PassDrafter.name] = PassDrafter(inner)
 
 
 def _specinfer(

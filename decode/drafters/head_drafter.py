@@ -159,6 +159,8 @@ class HeadDrafter:
     def _begin(self, budget: DraftBudget, growth: Growth) -> _Proposal | None:
         token_ids = budget.request.history.token_ids
         state = self._states[budget.request.key]
+        if _lag(state) == 0 < state.table.num_tokens:  # asked again before anything was observed
+            self._kv.commit(state.table, state.table.num_tokens - 1, keep_reserved=True)
         if min(budget.draft_length, budget.max_nodes) < 1 or not 1 <= _lag(state) <= CATCH_UP_ROWS:
             return None
         tree = DraftTree(token_ids[-1], growth)

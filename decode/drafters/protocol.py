@@ -4,7 +4,8 @@ The decode loop calls, on the engine thread only:
 
     start      once, when a choice joins the batch with its prompt's K, V and planes in place
     prefill    once a step, for a drafter with pending prompt work of its own
-    propose    once a step, with all its choices that may draft
+    propose    once a step, with all its choices that may draft; where a burst is drafted for ahead of time
+               (`decode/pass_step.py`), again before anything of the last proposal was observed
     observe    once a step, after verification and commit, with all its choices that stepped
     rebuild    instead of start, after resume or preemption
     finish     once, on every path

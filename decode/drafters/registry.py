@@ -10,7 +10,7 @@ from core.tokenizer import Tokenizer
 from decode.drafters.bild import BildDrafter
 from decode.drafters.cache import CacheDrafter
 from decode.drafters.cascade import CascadeDrafter
-from decode.drafters.composition import add_composed
+from decode.drafters.composition import add_composed, add_pass
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.heads import head_layers, head_settings, load_head
 from decode.drafters.layerskip import LayerSkipDrafter
@@ -30,6 +30,7 @@ from decode.drafters.scripted import (
     WrongDrafter,
 )
 from engine.engine import Engine
+from engine.pipeline import PipelinedEngine
 
 
 def required_hidden_layers(settings: DraftersSettings) -> tuple[int, ...]:
@@ -53,8 +54,9 @@ def build_drafters(
     clock: Clock | None = None,
     step_seconds: Callable[[int], float] = lambda rows: 0.0,
 ) -> dict[str, Drafter]:
-    """All configured drafters; `none` is always there. Loads the draft model, which takes seconds.
+    """All configured drafters; `none` is always there, `pass` where the target is pipelined.
 
+    Loads the draft model, which takes seconds.
     `step_seconds(rows)`: measured seconds of a target step, 0.0 where nothing is known.
     """
     drafters: list[Drafter] = [NoneDrafter()]
@@ -85,6 +87,8 @@ def build_drafters(
             drafters.append(kind(settings.scripted, script, vocab_size))
     hosted = {drafter.name: drafter for drafter in drafters}
     add_composed(hosted, settings, clock or SystemClock(), step_seconds)
+    if isinstance(engine, PipelinedEngine):
+        add_pass(hosted, settings)
     return hosted
 
 

@@ -11,7 +11,7 @@ import torch
 
 from decode.sampling.arithmetic import Float64, Int64
 from decode.sampling.pipeline import BAD_WORDS, MIN_TOKENS, NOT_FINITE
-from decode.sampling.step_items import ITEM_DTYPE, DrawItem, pack
+from decode.sampling.step_items import ITEM_DTYPE, DrawItem, PackedItems, pack
 from engine.native import NativeUnavailable, load_kernels
 
 _ERRORS = {0: None, 1: NOT_FINITE, 2: BAD_WORDS, 3: MIN_TOKENS}
@@ -69,29 +69,34 @@ def kernels() -> ctypes.CDLL | None:
 def walk(library: ctypes.CDLL, draws: Sequence[DrawItem], logits: torch.Tensor) -> list[Walk]:
     """Walk every item's tree on `logits` [rows, vocabulary] float32, contiguous, on the CPU."""
     packed = pack(draws)
-    tokens, rows, outcomes = (
-        np.empty((2, packed.num_results), np.int64),
-        None,
-        np.empty((len(draws), 3), np.int64),
-    )
-    rows = tokens[1]
+    results, outcomes = walk_packed(library, packed, logits)
+    drawn = results.tolist()
+    return [
+        walk_of(drawn, start, outcome)
+        for start, outcome in zip(packed.items["result"].tolist(), outcomes.tolist(), strict=True)
+    ]
+
+
+def walk_packed(library: ctypes.CDLL, packed: PackedItems, logits: torch.Tensor) -> tuple[Int64, Int64]:
+    """Walk packed items: tokens drawn and rows accepted, [2, results], and outcomes [items, 3]; see `walk_of`."""
+    drawn = np.zeros((2, packed.num_results), np.int64)
+    outcomes = np.empty((len(packed.items), 3), np.int64)
     library.outrider_walk(
-        logits.data_ptr(), logits.shape[1], packed.items.ctypes.data, len(draws),
+        logits.data_ptr(), logits.shape[1], packed.items.ctypes.data, len(packed.items),
         packed.pool.ctypes.data, packed.values.ctypes.data,
-        tokens.ctypes.data, rows.ctypes.data, outcomes.ctypes.data, torch.get_num_threads(),
+        drawn[0].ctypes.data, drawn[1].ctypes.data, outcomes.ctypes.data, torch.get_num_threads(),
     )  # fmt: skip
-    starts = packed.items["result"].tolist()
-    drawn_ids, accepted = tokens.tolist()
-    walks = []
-    for start, (num_drawn, num_accepted, error) in zip(starts, outcomes.tolist(), strict=True):
-        walks.append(
-            Walk(
-                tuple(accepted[start : start + num_accepted]),
-                tuple(drawn_ids[start : start + num_drawn]),
-                _ERRORS[error],
-            )
-        )
-    return walks
+    return drawn, outcomes
+
+
+def walk_of(drawn: Sequence[Sequence[int]], start: int, outcome: Sequence[int]) -> Walk:
+    """One item's walk: its results begin at `start`, `outcome` is (tokens, accepted rows, error)."""
+    num_drawn, num_accepted, error = outcome
+    return Walk(
+        tuple(drawn[1][start : start + num_accepted]),
+        tuple(drawn[0][start : start + num_drawn]),
+        _ERRORS[error],
+    )
 
 
 def probs(library: ctypes.CDLL, draw: DrawItem, logits: torch.Tensor) -> Float64 | str:

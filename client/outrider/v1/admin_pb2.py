@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/admin.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x0f\n\rStatusRequest\"\xff\x03\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\r\n\x05model\x18\x07 \x01(\t\x12#\n\x04peer\x18\x08 \x01(\x0b\x32\x15.outrider.v1.PeerInfo\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x14\n\x0ctotal_blocks\x18\x0b \x01(\x05\x12\x13\n\x0b\x66ree_blocks\x18\x0c \x01(\x05\x12\x15\n\rcached_blocks\x18\r \x01(\x05\x12\x13\n\x0bused_blocks\x18\x0e \x01(\x05\x12\x0e\n\x06leases\x18\x0f \x01(\x05\x12\r\n\x05tasks\x18\x10 \x01(\x05\x12\x16\n\x0eresident_bytes\x18\x11 \x01(\x03\x12\x10\n\x08\x64rafters\x18\x12 \x03(\t\x12\x12\n\nprocess_id\x18\x13 \x01(\x05\x12\x17\n\x0fmetrics_address\x18\x14 \x01(\t\x12\x39\n\x08\x63ounters\x18\x15 \x03(\x0b\x32\'.outrider.v1.WorkerStatus.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"2\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\"\"\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\x05\"\x14\n\x12ListWorkersRequest\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.outrider.v1.WorkerStatus\"\x15\n\x13ListDraftersRequest\"_\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10max_draft_length\x18\x02 \x01(\x05\x12\x17\n\x0fmax_draft_width\x18\x03 \x01(\x05\x12\x0f\n\x07workers\x18\x04 \x03(\t\"B\n\x14ListDraftersResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.outrider.v1.DrafterInfo\"\x17\n\x15ReloadPoliciesRequest\"*\n\x16ReloadPoliciesResponse\x12\x10\n\x08policies\x18\x01 \x01(\x05\x32\x8a\x03\n\x05\x41\x64min\x12?\n\x06Status\x12\x1a.outrider.v1.StatusRequest\x1a\x19.outrider.v1.WorkerStatus\x12>\n\x05\x44rain\x12\x19.outrider.v1.DrainRequest\x1a\x1a.outrider.v1.DrainResponse\x12P\n\x0bListWorkers\x12\x1f.outrider.v1.ListWorkersRequest\x1a .outrider.v1.ListWorkersResponse\x12S\n\x0cListDrafters\x12 .outrider.v1.ListDraftersRequest\x1a!.outrider.v1.ListDraftersResponse\x12Y\n\x0eReloadPolicies\x12\".outrider.v1.ReloadPoliciesRequest\x1a#.outrider.v1.ReloadPoliciesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/admin.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"!\n\rStatusRequest\x12\x10\n\x08timeline\x18\x01 \x01(\x08\"\x9a\x04\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\r\n\x05model\x18\x07 \x01(\t\x12#\n\x04peer\x18\x08 \x01(\x0b\x32\x15.outrider.v1.PeerInfo\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x14\n\x0ctotal_blocks\x18\x0b \x01(\x05\x12\x13\n\x0b\x66ree_blocks\x18\x0c \x01(\x05\x12\x15\n\rcached_blocks\x18\r \x01(\x05\x12\x13\n\x0bused_blocks\x18\x0e \x01(\x05\x12\x0e\n\x06leases\x18\x0f \x01(\x05\x12\r\n\x05tasks\x18\x10 \x01(\x05\x12\x16\n\x0eresident_bytes\x18\x11 \x01(\x03\x12\x10\n\x08\x64rafters\x18\x12 \x03(\t\x12\x12\n\nprocess_id\x18\x13 \x01(\x05\x12\x17\n\x0fmetrics_address\x18\x14 \x01(\t\x12\x39\n\x08\x63ounters\x18\x15 \x03(\x0b\x32\'.outrider.v1.WorkerStatus.CountersEntry\x12\x19\n\x11pipeline_timeline\x18\x16 \x01(\t\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"2\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\"\"\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\x05\"\x14\n\x12ListWorkersRequest\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.outrider.v1.WorkerStatus\"\x15\n\x13ListDraftersRequest\"_\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10max_draft_length\x18\x02 \x01(\x05\x12\x17\n\x0fmax_draft_width\x18\x03 \x01(\x05\x12\x0f\n\x07workers\x18\x04 \x03(\t\"B\n\x14ListDraftersResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.outrider.v1.DrafterInfo\"\x17\n\x15ReloadPoliciesRequest\"*\n\x16ReloadPoliciesResponse\x12\x10\n\x08policies\x18\x01 \x01(\x05\x32\x8a\x03\n\x05\x41\x64min\x12?\n\x06Status\x12\x1a.outrider.v1.StatusRequest\x1a\x19.outrider.v1.WorkerStatus\x12>\n\x05\x44rain\x12\x19.outrider.v1.DrainRequest\x1a\x1a.outrider.v1.DrainResponse\x12P\n\x0bListWorkers\x12\x1f.outrider.v1.ListWorkersRequest\x1a .outrider.v1.ListWorkersResponse\x12S\n\x0cListDrafters\x12 .outrider.v1.ListDraftersRequest\x1a!.outrider.v1.ListDraftersResponse\x12Y\n\x0eReloadPolicies\x12\".outrider.v1.ReloadPoliciesRequest\x1a#.outrider.v1.ReloadPoliciesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,29 +35,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSTATUS_COUNTERSENTRY']._loaded_options = None
   _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_STATUSREQUEST']._serialized_start=66
-  _globals['_STATUSREQUEST']._serialized_end=81
-  _globals['_WORKERSTATUS']._serialized_start=84
-  _globals['_WORKERSTATUS']._serialized_end=595
-  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_start=548
-  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_end=595
-  _globals['_DRAINREQUEST']._serialized_start=597
-  _globals['_DRAINREQUEST']._serialized_end=647
-  _globals['_DRAINRESPONSE']._serialized_start=649
-  _globals['_DRAINRESPONSE']._serialized_end=683
-  _globals['_LISTWORKERSREQUEST']._serialized_start=685
-  _globals['_LISTWORKERSREQUEST']._serialized_end=705
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=707
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=772
-  _globals['_LISTDRAFTERSREQUEST']._serialized_start=774
-  _globals['_LISTDRAFTERSREQUEST']._serialized_end=795
-  _globals['_DRAFTERINFO']._serialized_start=797
-  _globals['_DRAFTERINFO']._serialized_end=892
-  _globals['_LISTDRAFTERSRESPONSE']._serialized_start=894
-  _globals['_LISTDRAFTERSRESPONSE']._serialized_end=960
-  _globals['_RELOADPOLICIESREQUEST']._serialized_start=962
-  _globals['_RELOADPOLICIESREQUEST']._serialized_end=985
-  _globals['_RELOADPOLICIESRESPONSE']._serialized_start=987
-  _globals['_RELOADPOLICIESRESPONSE']._serialized_end=1029
-  _globals['_ADMIN']._serialized_start=1032
-  _globals['_ADMIN']._serialized_end=1426
+  _globals['_STATUSREQUEST']._serialized_end=99
+  _globals['_WORKERSTATUS']._serialized_start=102
+  _globals['_WORKERSTATUS']._serialized_end=640
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_start=593
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_end=640
+  _globals['_DRAINREQUEST']._serialized_start=642
+  _globals['_DRAINREQUEST']._serialized_end=692
+  _globals['_DRAINRESPONSE']._serialized_start=694
+  _globals['_DRAINRESPONSE']._serialized_end=728
+  _globals['_LISTWORKERSREQUEST']._serialized_start=730
+  _globals['_LISTWORKERSREQUEST']._serialized_end=750
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=752
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=817
+  _globals['_LISTDRAFTERSREQUEST']._serialized_start=819
+  _globals['_LISTDRAFTERSREQUEST']._serialized_end=840
+  _globals['_DRAFTERINFO']._serialized_start=842
+  _globals['_DRAFTERINFO']._serialized_end=937
+  _globals['_LISTDRAFTERSRESPONSE']._serialized_start=939
+  _globals['_LISTDRAFTERSRESPONSE']._serialized_end=1005
+  _globals['_RELOADPOLICIESREQUEST']._serialized_start=1007
+  _globals['_RELOADPOLICIESREQUEST']._serialized_end=1030
+  _globals['_RELOADPOLICIESRESPONSE']._serialized_start=1032
+  _globals['_RELOADPOLICIESRESPONSE']._serialized_end=1074
+  _globals['_ADMIN']._serialized_start=1077
+  _globals['_ADMIN']._serialized_end=1471
 # @@protoc_insertion_point(module_scope)

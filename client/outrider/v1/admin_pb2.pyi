@@ -8,11 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("timeline",)
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    timeline: bool
+    def __init__(self, timeline: _Optional[bool] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "epoch", "address", "ready", "draining", "model", "peer", "running", "waiting", "total_blocks", "free_blocks", "cached_blocks", "used_blocks", "leases", "tasks", "resident_bytes", "drafters", "process_id", "metrics_address", "counters")
+    __slots__ = ("worker_id", "role", "epoch", "address", "ready", "draining", "model", "peer", "running", "waiting", "total_blocks", "free_blocks", "cached_blocks", "used_blocks", "leases", "tasks", "resident_bytes", "drafters", "process_id", "metrics_address", "counters", "pipeline_timeline")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +43,7 @@ class WorkerStatus(_message.Message):
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_TIMELINE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     epoch: str
@@ -62,7 +65,8 @@ class WorkerStatus(_message.Message):
     process_id: int
     metrics_address: str
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., model: _Optional[str] = ..., peer: _Optional[_Union[_common_pb2.PeerInfo, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., tasks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., process_id: _Optional[int] = ..., metrics_address: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    pipeline_timeline: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., model: _Optional[str] = ..., peer: _Optional[_Union[_common_pb2.PeerInfo, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., tasks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., process_id: _Optional[int] = ..., metrics_address: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., pipeline_timeline: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id", "grace_s")

@@ -1,7 +1,7 @@
 """The tiny model and what the decode tests share."""
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,12 @@ from core.drafter_settings import (
     ScriptedSettings,
 )
 from core.settings import DecodeSettings
+from core.tokenizer import Tokenizer
 from decode.drafters.heads import KINDS
+from decode.drafters.ngram import NgramDrafter
+from engine.engine import Engine
 from tests.support.decode_stand import DecodeStand, decode_stand
+from tests.support.loop_stand import LOOP_ENGINE, KnowingDrafter, LoopStand, SplitLoop, split_engine
 from tests.support.tiny_heads import make_tiny_head
 from tests.support.tiny_medusa import make_tiny_medusa
 from tests.support.tiny_model import make_tiny_model
@@ -88,6 +92,27 @@ async def stand(tiny_model: Path, script: Path, all_drafters: DecodeSettings) ->
 async def shared(stand: DecodeStand) -> DecodeStand:
     """The same as `stand`: a name for tests that only need a worker that is alive."""
     return stand
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    """The target's."""
+    return Tokenizer.from_directory(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def plain_loop(tiny_model: Path, tokenizer: Tokenizer) -> LoopStand:
+    """The unsplit target, stepped plainly."""
+    return LoopStand(Engine.load(tiny_model, LOOP_ENGINE), [], tokenizer)
+
+
+@pytest.fixture
+def split_loop(tiny_model: Path, tokenizer: Tokenizer) -> Iterator[SplitLoop]:
+    """The target in two stages, with drafters `pass`, `ngram` and `other`; the first one knows what it is told."""
+    with split_engine(tiny_model, LOOP_ENGINE) as (engine, last):
+        drafter = KnowingDrafter()
+        others = [NgramDrafter(NgramSettings(min_match=1)), KnowingDrafter("other")]
+        yield SplitLoop(LoopStand(engine, [drafter, *others], tokenizer), last, drafter)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -41,6 +41,9 @@ class Worker:
     def healthy(self) -> bool:
         return self.moves
 
+    def beyond_help(self) -> bool:
+        return False
+
     async def drain(self, grace_s: float) -> int:
         return 0
 

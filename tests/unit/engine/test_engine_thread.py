@@ -1,5 +1,6 @@
 """The engine thread outlives what it runs, and tells when it is stuck."""
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -133,3 +134,20 @@ async def test_what_comes_while_it_waits_for_the_cores_is_part_of_the_turn(tmp_p
     assert done.wait(5)
     assert thread.close(5.0)
     assert seen[:2] == [1, 2]
+
+
+async def test_a_turn_that_raises_ends_the_thread_and_that_is_an_endless_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: told.set())
+
+    def turn() -> bool:
+        raise RuntimeError("half of the target is gone")
+
+    thread = EngineThread(turn, FakeClock())
+    thread.start()
+    assert told.wait(5)
+    thread._thread.join(5)
+    assert thread.stalled_s() == math.inf
+    assert thread.close(5.0)

@@ -189,3 +189,19 @@ def test_another_tokenizer_is_refused_naming_the_first_token_that_differs(
     (other / "tokenizer.json").write_text(json.dumps(description))
     with pytest.raises(FailedPrecondition, match="token 70"):
         load(model, other)
+
+
+def test_asked_again_before_anything_was_observed_it_says_the_same_and_goes_on(model: Path) -> None:
+    drafter = load(model)
+    request = request_of(range(1, 40), temperature=12.0)
+    drafter.start(request)
+    prefill_all(drafter)
+    for accepted in (0, 3, 1, 3):
+        first = drafter.propose([DraftBudget(request, 3, 3)])[0]
+        second = drafter.propose([DraftBudget(request, 7, 7)])[0]
+        assert second.token_ids[:3] == first.token_ids
+        assert len(second.token_ids) == 7
+        settle(drafter, request, first, accepted)
+        assert drafter.cached_tokens(request) == len(request.history.token_ids) - LAG
+    drafter.finish(request)
+    drafter.check()

@@ -260,3 +260,24 @@ def test_a_head_of_another_target_is_refused(engine: Engine, model: Path, tmp_pa
     artifact = make_tiny_head(tmp_path / "head", other, "eagle3")
     with pytest.raises(FailedPrecondition, match="another target"):
         load_head("eagle3", HeadSettings(artifact=str(artifact)), engine, Tokenizer.from_directory(model))
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_asked_again_before_anything_was_observed_it_says_the_same_and_goes_on(
+    name: str, model: Path, engine: Engine, tmp_path: Path
+) -> None:
+    drafter, fresh = (loaded(name, model, engine, tmp_path / folder) for folder in ("one", "other"))
+    sequence = Computed(engine, prompt_of(20))
+    for one in (drafter, fresh):
+        one.start(sequence.request)
+    for burst in ([7], [8, 9, 10], [11]):
+        (first,) = drafter.propose([sequence.budget(3)])
+        (second,) = drafter.propose([sequence.budget(7)])
+        (wanted,) = fresh.propose([sequence.budget(7)])
+        assert len(first.token_ids) == 3
+        assert second.token_ids == wanted.token_ids
+        assert second.token_ids[:3] == first.token_ids
+        sequence.grow(burst)
+    for one in (drafter, fresh):
+        one.finish(sequence.request)
+        one.check()
