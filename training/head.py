@@ -40,6 +40,10 @@ class DraftHead(nn.Module, ABC):
     def losses(self, batch: Batch, target: TargetHead) -> list[Tensor]:
         """Mean loss at each depth; the trainer sums them by `loss_weight`."""
 
+    def shallow_losses(self, batch: Batch, target: TargetHead) -> list[Tensor]:
+        """As `losses`, of depth 1 only, where that takes a fraction of the time; here: `losses`."""
+        return self.losses(batch, target)
+
     @abstractmethod
     def draft_ids(
         self, batch: Batch, target: TargetHead, starts: tuple[Tensor, Tensor], ranks: int

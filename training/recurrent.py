@@ -162,12 +162,20 @@ class RecurrentHead(DraftHead):
         """[…, hidden_dim] of `unroll` → […, draft_vocab]"""
 
     def losses(self, batch: Batch, target: TargetHead) -> list[Tensor]:
-        """See `DraftHead`. What follows the layer runs over the rows that count only."""
-        wanted = wanted_of(batch, target.reduced(self.target_ids), self.depth)
+        """See `DraftHead`."""
+        return self._losses(batch, target, self.depth)
+
+    def shallow_losses(self, batch: Batch, target: TargetHead) -> list[Tensor]:
+        """See `DraftHead`."""
+        return self._losses(batch, target, 1)
+
+    def _losses(self, batch: Batch, target: TargetHead, depth: int) -> list[Tensor]:
+        """What follows the layer runs over the rows that count only."""
+        wanted = wanted_of(batch, target.reduced(self.target_ids), depth)
         places = wanted.rows * (batch.token_ids.shape[1] - 2) + wanted.tokens - 2
         return [
             self.loss(hidden.flatten(0, 1).index_select(0, places), wanted, batch, target)
-            for hidden in self._unrolled(batch, target)
+            for hidden in self._unrolled(batch, target, depth)
         ]
 
     def draft_ids(
@@ -177,14 +185,14 @@ class RecurrentHead(DraftHead):
         rows, tokens = starts
         best = [
             self.logits(hidden[rows, tokens + step], target).topk(ranks, dim=-1).indices
-            for step, hidden in enumerate(self._unrolled(batch, target))
+            for step, hidden in enumerate(self._unrolled(batch, target, self.depth))
         ]
         return self.target_ids[torch.stack(best, dim=1)]
 
-    def _unrolled(self, batch: Batch, target: TargetHead) -> list[Tensor]:
+    def _unrolled(self, batch: Batch, target: TargetHead, depth: int) -> list[Tensor]:
         """`unroll` of a batch: the position of token t is about token t + 2."""
         embedded = target.embedding[batch.token_ids[:, 1:-1]].float()
-        return self.unroll(self.states(batch)[:, :-2], embedded, self.depth)
+        return self.unroll(self.states(batch)[:, :-2], embedded, depth)
 
     def unroll(self, planes: Tensor, embedded: Tensor, num_steps: int) -> list[Tensor]:
         """The layer's outputs at every position, for drafts of depth 1 … `num_steps`.

@@ -167,8 +167,11 @@ def _rollout(slot: _Slot) -> Rollout:
 
 def _draw(logits: Tensor, slots: Sequence[_Slot]) -> list[int]:
     """One token for each row of `logits` [slots, vocabulary]: the best, or by top-k, top-p and the slot's own noise."""
-    drawn: list[int] = logits.argmax(dim=1).tolist()
+    drawn = [0] * len(slots)
     sampled = [row for row, slot in enumerate(slots) if slot.drawing_temperature > 0]
+    greedy = [row for row, slot in enumerate(slots) if slot.drawing_temperature == 0]
+    for row, token_id in zip(greedy, logits[greedy].argmax(dim=1).tolist(), strict=True):
+        drawn[row] = token_id
     if not sampled:
         return drawn
     best, ids = torch.topk(logits[sampled], min(TOP_K, logits.shape[1]), dim=1)

@@ -38,7 +38,8 @@ class TrainingPlan:
     """How long and how fast.
 
     Training ends after `epochs` or, where given, `tokens` answer tokens seen, whichever comes first. `batch`: rollouts
-    a step; `max_tokens`: longer ones are cut. Every `save_steps` steps there is a checkpoint and a point of the curve.
+    a step; `max_tokens`: longer ones are cut. For the first `shallow_share` of it heads that learn deep drafts from their
+    own output learn those of depth 1 only, which is several times as fast. Every `save_steps` steps there is a checkpoint and a point of the curve.
     """
 
     epochs: int = 2
@@ -48,6 +49,7 @@ class TrainingPlan:
     warm_up_steps: int = 50
     clip_norm: float = 0.5
     max_tokens: int = 514
+    shallow_share: float = 0.0
     save_steps: int = 200
     seed: int = 0
 
@@ -199,7 +201,7 @@ class Trainer:
         for group in self._optimiser.param_groups:
             group["lr"] = group["share"] * self._learning_rate()
         with reduced_precision():
-            losses = self.head.losses(batch, self._target)
+            losses = self._losses(batch)
         weighed = (self.head.loss_weight(place) * loss for place, loss in enumerate(losses))
         total = sum(weighed, torch.zeros(()))
         if not math.isfinite(float(total.detach())):
@@ -213,12 +215,20 @@ class Trainer:
         self.progress.step += 1
         return [float(loss.detach()) for loss in losses]
 
+    def _losses(self, batch: Batch) -> list[Tensor]:
+        shallow = self._share < self._plan.shallow_share
+        return (self.head.shallow_losses if shallow else self.head.losses)(batch, self._target)
+
+    @property
+    def _share(self) -> float:
+        """Of the tokens of the whole plan, what was seen."""
+        return min(1.0, self.progress.tokens / max(1, self.total_tokens))
+
     def _learning_rate(self) -> float:
         """Linear warm-up over steps, then half a cosine down to a tenth over the tokens of the whole plan."""
         plan, step = self._plan, self.progress.step
         warm = min(1.0, (step + 1) / max(1, plan.warm_up_steps))
-        share = min(1.0, self.progress.tokens / max(1, self.total_tokens))
-        return plan.learning_rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+        return plan.learning_rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * self._share)))
 
     def _note(self, losses: list[float]) -> None:
         """Lines of the curve."""
