@@ -29,7 +29,7 @@ MAX_NESTING = 64
 """Brackets inside one another, of a regular expression; a JSON schema may nest twice as deep."""
 
 MAX_COMPILED = 32
-"""Grammars that a compiler keeps."""
+"""Grammars that a compiler keeps, and as many refusals."""
 
 FIELD = "sampling.grammar"
 """What is named where one is refused."""
@@ -48,6 +48,7 @@ _LIMITS = LLParserLimits(
 A schema of 200 fields with patterns and formats stays under a tenth of each."""
 
 Result = TypeVar("Result")
+Kept = TypeVar("Kept")
 
 
 def check_size(grammar: Grammar, max_bytes: int) -> None:
@@ -146,21 +147,30 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._tokens: LLTokenizer | None = None
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises InvalidArgument for a bad grammar, FailedPrecondition for a vocabulary that none can be held to."""
-        compiled = self._compiled.get(grammar.digest)
+        digest = grammar.digest
+        if digest in self._refused:
+            raise InvalidArgument(FIELD, self._refused[digest])
+        compiled = self._compiled.get(digest)
         if compiled is None or compiled.worn_out:
-            source, tokens = _source_of(grammar), self._token_table()
-            compiled = CompiledGrammar(
-                lambda: _guarded(lambda: LLMatcher(tokens, source, log_level=0, limits=_LIMITS)),
-                self._tokenizer.vocab_size,
-            )
-            _check_first_mask(compiled.draft_matcher())
-            self._compiled[grammar.digest] = compiled
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar.digest)
+            try:
+                compiled = self._compile(grammar)
+            except InvalidArgument as refusal:
+                _keep(self._refused, digest, refusal.message.removeprefix(f"{FIELD}: "))
+                raise
+        _keep(self._compiled, digest, compiled)
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        source, tokens = _source_of(grammar), self._token_table()
+        compiled = CompiledGrammar(
+            lambda: _guarded(lambda: LLMatcher(tokens, source, log_level=0, limits=_LIMITS)),
+            self._tokenizer.vocab_size,
+        )
+        _check_first_mask(compiled.draft_matcher())
         return compiled
 
     def _token_table(self) -> LLTokenizer:
@@ -176,6 +186,14 @@ class GrammarCompiler:
                     FIELD, f"answers of this model cannot be constrained: {readable(str(error))}"
                 ) from error
         return self._tokens
+
+
+def _keep(known: OrderedDict[bytes, Kept], digest: bytes, value: Kept) -> None:
+    """As the latest of `MAX_COMPILED`."""
+    known[digest] = value
+    known.move_to_end(digest)
+    if len(known) > MAX_COMPILED:
+        known.popitem(last=False)
 
 
 def _check_first_mask(matcher: GrammarMatcher) -> None:

@@ -186,6 +186,17 @@ def test_compiled_grammars_are_kept_by_what_they_say() -> None:
     assert Grammar("regex", "a").digest != Grammar("ebnf", "a").digest
 
 
+def test_a_refusal_is_kept_and_says_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(byte_tokenizer())
+    bad = Grammar("regex", "(")
+    with pytest.raises(InvalidArgument) as first:
+        compiler.compile(bad)
+    monkeypatch.setattr(compiler, "_compile", None)
+    with pytest.raises(InvalidArgument) as again:
+        compiler.compile(bad)
+    assert again.value.message == first.value.message
+
+
 def test_a_message_is_one_short_printable_line() -> None:
     assert readable("a\n  b\tc") == "a b c"
     assert readable("a\x1b[31mb") == "a?[31mb"
