@@ -38,8 +38,9 @@ class TrainingPlan:
     """How long and how fast.
 
     Training ends after `epochs` or, where given, `tokens` answer tokens seen, whichever comes first. `batch`: rollouts
-    a step; `max_tokens`: longer ones are cut. For the first `shallow_share` of it heads that learn deep drafts from their
-    own output learn those of depth 1 only, which is several times as fast. Every `save_steps` steps there is a checkpoint and a point of the curve.
+    a step; `max_tokens`: longer ones are cut. For the first `shallow_share` of it heads that learn deep drafts from
+    their own output learn those of depth 1 only, which is several times as fast. Every `save_steps` steps there is a
+    checkpoint and a point of the curve.
     """
 
     epochs: int = 2

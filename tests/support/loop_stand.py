@@ -137,7 +137,6 @@ class LoopStand:
             drafter.name: drafter for drafter in (NoneDrafter(), *drafters)
         }
         self.metrics = Metrics()
-        drafting = Drafting(self.drafters, Pace(settings.step_tokens), self.metrics, clock, settings)
         limits = JobLimits(
             vocab_size=min(tokenizer.vocab_size, engine.config.vocab_size),
             max_context=engine.max_context,
@@ -146,6 +145,8 @@ class LoopStand:
             max_running=settings.max_running,
             step_tokens=settings.step_tokens,
         )
+        pace = Pace(settings.step_tokens)
+        drafting = Drafting(self.drafters, pace, self.metrics, clock, settings, limits.vocab_size)
         target = Target(engine, limits.vocab_size)
         self.loop = DecodeLoop(
             target, settings, drafting, clock, self.metrics, self._deliver, lambda request: PREFIX_KEY

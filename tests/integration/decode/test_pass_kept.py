@@ -14,6 +14,7 @@ from core.tokenizer import Tokenizer
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.heads import load_head
 from decode.drafters.ngram import NgramDrafter
+from decode.drafters.pass_drafter import PassDrafter
 from decode.drafters.protocol import Drafter
 from decode.drafters.scripted import HiddenDrafter, Script
 from decode.pass_step import PassStepper
@@ -57,7 +58,7 @@ def test_what_is_kept_and_hashed_is_what_plain_decoding_leaves(
     known = [plain_loop.answer(prompt, SAMPLED, "none") for prompt in prompts]
     split_loop.learn(*known)
     for prompt in prompts:
-        split_loop.stand.ask(prompt, SAMPLED)
+        split_loop.stand.ask(prompt, SAMPLED, draft_length=1)
         split_loop.stand.turn()
         split_loop.stand.turn()
     split_loop.stand.run()
@@ -103,8 +104,7 @@ def test_drafters_with_states_of_their_own_follow(
         for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)
     ]
     with split_engine(tiny_model, LOOP_ENGINE) as (engine, _):
-        drafter = real_drafters(tiny_model, engine, tokenizer, tmp_path)[name]
-        drafter.name = "pass"  # type: ignore[misc]
+        drafter = PassDrafter(real_drafters(tiny_model, engine, tokenizer, tmp_path)[name])
         stand = LoopStand(engine, [drafter], tokenizer)
         answers = [
             stand.ask(prompt, sampling, draft_length=draft_length)

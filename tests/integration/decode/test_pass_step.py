@@ -290,7 +290,7 @@ def test_rows_of_a_step_stay_within_the_budget(
             most = max(most, flight.rows.num_rows)
             return flight
 
-        engine.launch = launch  # type: ignore[method-assign, assignment]
+        engine.launch = launch  # type: ignore[method-assign]
         for asked in known:
             drafter.learn(asked)
         answers = [stand.ask(prompt, SAMPLED, draft_length=8) for prompt in prompts]

@@ -90,7 +90,7 @@ def rate_by_hand(candidates: list[DraftCandidate], lengths: Sequence[int], costs
     for name, table in costs.drafters.items():
         longest = max((k for c, k in zip(candidates, lengths, strict=True) if c.drafter == name), default=0)
         draft += table[longest] if longest else 0.0
-    return tokens / (costs.target[rows] + draft)
+    return tokens / (costs.target[int(rows)] + draft)
 
 
 def best_rate_by_hand(candidates: list[DraftCandidate], costs: StepCosts) -> float:

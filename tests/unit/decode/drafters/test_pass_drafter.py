@@ -74,8 +74,8 @@ def test_it_proposes_what_the_other_one_does_and_leaves_nothing_behind() -> None
     inner = NgramDrafter(NgramSettings(min_match=1))
     drafter = PassDrafter(inner)
     requests = [draft_request([1, 2, 3, 1, 2]), draft_request([1, 2, 3, 1, 2])]
-    for owner, request in zip((inner, drafter), requests, strict=True):
-        owner.start(request)
+    inner.start(requests[0])
+    drafter.start(requests[1])
     budgets = [DraftBudget(request, 3, 3) for request in requests]
     (plain,), (ahead,) = inner.propose(budgets[:1]), drafter.propose(budgets[1:])
     assert plain == ahead
