@@ -29,10 +29,10 @@ HOT = replace(SAMPLED, temperature=12.0)
 GREEDY = replace(SAMPLED, temperature=0.0)
 SPECULATIONS = (
     SpeculationParams(drafter="draft_model", draft_length=3, draft_width=3),
-    SpeculationParams(drafter="sequoia"),
+    SpeculationParams(drafter="sequoia", draft_length=5),
     SpeculationParams(drafter="sequoia", draft_length=4, draft_width=2),
     SpeculationParams(drafter="recursive", draft_length=4),
-    SpeculationParams(drafter="specinfer"),
+    SpeculationParams(drafter="specinfer", draft_length=5),
     SpeculationParams(drafter="specinfer", draft_length=4, draft_width=4),
 )
 PROMPTS = [prompt_of(20 + 9 * number, number) for number in range(3)]
@@ -199,7 +199,7 @@ async def test_a_base_that_fails_takes_its_drafter_off_the_request(
         for drafter, call in (("sequoia", "propose_shapes"), ("recursive", "propose_guessed")):
             with monkeypatch.context() as patch:
                 patch.setattr(draft_models(stand), call, broken)
-                answer = await stand.ask(PROMPTS[0], HOT, SpeculationParams(drafter=drafter))
+                answer = await stand.ask(PROMPTS[0], HOT, SpeculationParams(drafter=drafter, draft_length=3))
             assert answer.ids == plain.ids
             assert answer.report is not None
             assert answer.report.fallback_reason == "drafter_error"
