@@ -49,7 +49,7 @@ demo: $(SERVER_STAMP)
 	@$(BIN)/python -m cluster.demo
 
 test: $(DEVELOPER_STAMP)
-	@$(BIN)/python -m pytest -m "not gpu"
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadgroup
 
 lint: $(DEVELOPER_STAMP)
 	$(BIN)/ruff check .

@@ -8,17 +8,29 @@ from dataclasses import replace
 import pytest
 
 from core.records import SamplingParams, SpeculationParams
+from decode.draft_costs import DraftCosts
 from decode.drafters.protocol import DraftBudget
+from decode.pace import Pace
 from outrider.v1 import decode_pb2
 from tests.integration.decode.conftest import prompt_of
 from tests.support.decode_stand import Answer, DecodeStand
 
+pytestmark = pytest.mark.usefixtures("even_times")
 SAMPLED = SamplingParams(temperature=12.0, max_tokens=60, seed=7)
 RIGHT, WRONG = "scripted-right", "scripted-wrong"
 
 
 PROMPT = prompt_of(40)
 AUTO = SpeculationParams("auto")
+
+
+@pytest.fixture
+def even_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes a millisecond and a proposal a twentieth of that, however busy this machine is just now."""
+    step, draft, spend = Pace.record_step, Pace.record_draft, DraftCosts.spend
+    monkeypatch.setattr(Pace, "record_step", lambda pace, rows, _: step(pace, rows, 1e-3))
+    monkeypatch.setattr(Pace, "record_draft", lambda pace, name, depth, _: draft(pace, name, depth, 5e-5))
+    monkeypatch.setattr(DraftCosts, "spend", lambda costs, choices, _: spend(costs, choices, 5e-5))
 
 
 def automatic(
