@@ -272,6 +272,21 @@ def test_judging_it_again_gives_what_its_manifest_says(by_command: tuple[Path, P
         assert report["judged"][name]["rates"] == pytest.approx(rates, abs=0.1)
 
 
+def test_a_draft_model_that_was_killed_while_it_was_written_again_is_no_model(
+    by_command: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    model, _, out = by_command
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    head, manifest = read_head(copy)
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer.json").mkdir()
+    with pytest.raises(OSError):
+        head.write(copy, manifest, model)
+    with pytest.raises(InvalidArgument, match=r"config\.json: cannot be read"):
+        open_model(copy)
+
+
 def test_more_layers_than_the_target_has_are_refused(soft: tuple[Path, Path], tmp_path: Path) -> None:
     model, rollouts = soft
     line = f"train draft --model {model} --rollouts {rollouts} --out {tmp_path}/draft --layers 4 --threads 1"

@@ -119,6 +119,7 @@ def test_losses_are_weighed_and_the_backbone_learns_slower(engine: Engine, model
 class InMemory(FeatureCache):
     def __init__(self, found: list[Features]) -> None:
         self.rollouts = [features.rollout for features in found]
+        self.revision, self.layers = "made up", (0,)
         self._found = found
 
     @property
