@@ -20,7 +20,7 @@ from cluster.cli.train_import import import_command
 from cluster.cli.train_models import MEDUSA2, draft_command, medusa2_command
 from cluster.cli.train_plot import plot_command
 from cluster.cli.train_progress import say, shown_progress, stopping
-from cluster.cli.train_run import alone_in, refusals
+from cluster.cli.train_run import alone_in
 from core.environment import cache_directory
 from core.model_store import resolve_model
 
@@ -79,7 +79,7 @@ def rollouts_command(
     from training.rollouts import RolloutRun, blocks_needed
     from training.seeds import CLASSES
 
-    with refusals(), alone_in(out):
+    with o.refusals(), alone_in(out):
         excluded = ExcludedPrompts.of_files(exclude or [])
         directory = resolve_model(model, cache_directory(), say)
         tokenizer = Tokenizer.from_directory(directory)

@@ -27,7 +27,6 @@ from cluster.cli.train_run import (
     Threads,
     Tokens,
     place_of,
-    refusals,
     report_of,
     shown_rates,
     train_head_command,
@@ -227,7 +226,7 @@ def judge_command(
     from training.rollout_store import RolloutStore, read_recipe
     from training.run_head import judge_artifact
 
-    with refusals(), shown_progress() as progress:
+    with o.refusals(), shown_progress() as progress:
         recipe = read_recipe(rollouts)
         found = judge_artifact(
             place_of(model, features, threads),

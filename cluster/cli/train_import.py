@@ -7,7 +7,6 @@ import typer
 
 from cluster.cli import options as o
 from cluster.cli.train_progress import say
-from cluster.cli.train_run import refusals
 from core.environment import cache_directory
 from core.errors import InvalidArgument
 from core.model_store import resolve_model
@@ -37,7 +36,7 @@ def import_command(
         numbers = None if layers is None else tuple(int(part) for part in layers.split(","))
     except ValueError:
         o.fail(InvalidArgument("layers", f"{layers!r} is no list of layers"))
-    with refusals():
+    with o.refusals():
         medusa = is_medusa(checkpoint)
         head = PublicHead(checkpoint, resolve_model(model, cache_directory(), say), numbers, layer_base)
         manifest = (import_medusa if medusa else import_eagle3)(head, out)

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from safetensors import SafetensorError
 
 from cluster.cli import options as o
 from cluster.cli.train_progress import say, shown_progress, stages_of, stopping
 from core.environment import cache_directory
-from core.errors import FailedPrecondition, InvalidArgument, ServiceError
+from core.errors import FailedPrecondition, InvalidArgument
 from core.model_store import resolve_model
 from core.whole_file import held_alone
 
@@ -102,7 +101,7 @@ def train_head_command(options: Callable[[], "HeadOptions"], chosen: Chosen) -> 
     """Trains, judges and writes a draft of any kind, and prints what it reaches."""
     from training.run_head import HeadRun, train_head
 
-    with refusals():
+    with o.refusals():
         run = HeadRun(chosen.place(), chosen.out, options(), chosen.plan())
         judged = train(chosen, lambda recipe, found, stage, stop: train_head(run, recipe, found, stage, stop))
     print_judged(judged, chosen.as_json)
@@ -133,17 +132,6 @@ def place_of(model: str, features: Path | None, threads: int) -> "Place":
 
     directory = resolve_model(model, cache_directory(), say)
     return Place(directory, features or cache_directory() / "features", threads)
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Errors of ours, and files that cannot be read or written, end the command with their line."""
-    try:
-        yield
-    except ServiceError as error:
-        o.fail(error)
-    except (OSError, SafetensorError) as error:
-        o.fail(FailedPrecondition("files", f"{error}; what was whole before is kept"))
 
 
 @contextmanager

@@ -83,6 +83,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
     for plot in (tmp_path, tmp_path / "file" / "curve.png"):
         line = line_of(tiny, "mtp", tmp_path / "out", features)
         assert "plot: " in told(f"{line} --plot {plot}")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        status = 2 if out.exists() else 1
+        assert str(tmp_path / "file") in told(f"models truncate {tiny[0]} --layers 1 --out {out}", status)
     assert not features.exists()
     assert not (tmp_path / "out").exists()
     assert "files: " in told(line_of(tiny, "mtp", tmp_path / "out", tmp_path / "file"), status=1)
