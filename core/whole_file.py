@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fcntl import LOCK_EX, flock
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 
 
@@ -29,6 +29,17 @@ def locked(target: Path) -> Iterator[None]:
     with (target.parent / f".{target.name}.lock").open("w") as handle:
         flock(handle, LOCK_EX)
         yield
+
+
+@contextmanager
+def held_alone(directory: Path) -> Iterator[None]:
+    """Holds `directory` until the block ends or this process dies. Raises BlockingIOError where it is held."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        flock(descriptor, LOCK_EX | LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

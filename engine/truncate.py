@@ -25,9 +25,9 @@ def truncate_model(source: Path, num_layers: int, out: Path) -> Path:
     `source` holds config.json, tokenizer.json and weights (`core/model_store.py` makes such directories). `out`
     must not exist; it appears complete or not at all. Raises InvalidArgument.
     """
-    tensors = first_layers(open_model(source), num_layers)
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise InvalidArgument("out", f"{out} exists already")
+    tensors = first_layers(open_model(source), num_layers)
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:

@@ -44,14 +44,27 @@ class Curve:
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """The points of a run whose checkpoint lies in `folder`, in order. Raises InvalidArgument where there are none."""
+    """The points of a run whose checkpoint lies in `folder`, in order; a last line that is not whole is none.
+
+    Raises InvalidArgument where there are none.
+    """
     path = folder / CURVE
     try:
-        points = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = path.read_text().splitlines(keepends=True)
+        points = [json.loads(line) for line in lines if line.endswith("\n")]
         for point in points:
-            float(point["step"])
+            _require_point(point)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidArgument("run", f"{path} is no curve of a training: {error}") from error
     if not points:
         raise InvalidArgument("run", f"{path} holds no step yet")
     return points
+
+
+def _require_point(point: dict[str, Any]) -> None:
+    """Raises as `float` and look-ups do."""
+    float(point["step"])
+    for value in (*point.get("losses", ()), *point.get("rates", ())):
+        float(value)
+    if "rates" in point:
+        float(point["acceptance_length"])

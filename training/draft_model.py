@@ -75,11 +75,15 @@ class DraftModel(DraftHead):
         return best[rows[:, None], tokens[:, None] + torch.arange(1, self.depth + 1)]
 
     def write(self, directory: Path, manifest: ArtifactManifest, target: Path) -> None:
-        """A model directory, with the target's embedding, output matrix and tokenizer; the manifest last."""
+        """A model directory, with the target's embedding, output matrix and tokenizer.
+
+        An earlier config.json goes first and the new one comes last, so half of it is no model.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         tensors = first_layers(open_model(target), self._num_layers) | self.stack.tensors()
-        write_layers(target, self._num_layers, tensors, directory)
+        (directory / "config.json").unlink(missing_ok=True)
         write_manifest(directory, manifest)
+        write_layers(target, self._num_layers, tensors, directory)
 
     def read(self, directory: Path) -> None:
         """See `DraftHead`."""

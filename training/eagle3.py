@@ -11,6 +11,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from core.errors import InvalidArgument
 from decode.drafters.artifact import ArtifactManifest
 from engine.model_config import ModelConfig
 from training.batch import Batch, TargetHead, Wanted
@@ -27,8 +28,10 @@ class Eagle3Options:
     depth: int = 5
 
     def hidden_layers(self, config: ModelConfig) -> tuple[int, ...]:
-        """See `HeadOptions`."""
+        """See `HeadOptions`. Raises InvalidArgument where the target has no such layer."""
         last = config.num_layers - 1
+        if self.layers and not 0 <= min(self.layers) <= max(self.layers) <= last:
+            raise InvalidArgument("layers", f"must be 0 to {last}, got {', '.join(map(str, self.layers))}")
         return self.layers or tuple(sorted({min(2, last), config.num_layers // 2, max(0, last - 2)}))
 
     def trained_layers(self, config: ModelConfig) -> tuple[int, ...]:

@@ -78,20 +78,31 @@ class FeatureCache:
     ) -> None:
         """`revision`: the target's; another one's files are not read. `layers`: the planes wanted, ascending."""
         self.rollouts = rollouts
+        self.revision = revision
+        self.layers = layers
         self._directory = directory / revision[:16]
-        self._layers = layers
         self._parts = _parts(rollouts)
 
-    def prepare(self, engine: Engine, progress: Callable[[int], None]) -> None:
-        """Compute the missing files; `progress` is told the tokens done. The engine keeps the wanted layers."""
+    def prepare(
+        self, engine: Engine, progress: Callable[[int], None], stop: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Compute the missing files; whether all are there. The engine keeps the wanted layers.
+
+        `progress` is told the tokens done; `stop`, asked before every rollout, ends it behind the last whole file.
+        """
         for number, part in enumerate(self._parts):
             if self._find(number) is None:
                 path = self._path(number)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                found = [compute(engine, self.rollouts[index]) for index in part]
+                found: list[Features] = []
+                for index in part:
+                    if stop():
+                        return False
+                    found.append(compute(engine, self.rollouts[index]))
                 with written_whole(path) as beside:
-                    save_file(_tensors(found, self._layers), beside)
+                    save_file(_tensors(found, self.layers), beside)
             progress(sum(len(self.rollouts[index].token_ids) for index in part))
+        return True
 
     @property
     def num_parts(self) -> int:
@@ -106,7 +117,7 @@ class FeatureCache:
         try:
             with safe_open(path, framework="pt") as file:
                 final, best_ids = file.get_tensor("final"), file.get_tensor("best_ids").long()
-                captured = [file.get_tensor(f"plane.{layer}") for layer in self._layers]
+                captured = [file.get_tensor(f"plane.{layer}") for layer in self.layers]
         except Exception as error:  # boundary: the library raises its own error for a bad file
             raise InvalidArgument("features", f"{path} cannot be read: {error}; delete it") from error
         sizes = {len(tensor) for tensor in (final, best_ids, *captured)}
@@ -124,12 +135,12 @@ class FeatureCache:
     def _path(self, number: int) -> Path:
         """Where this cache writes."""
         digest = b"".join(self.rollouts[index].digest() for index in self._parts[number])
-        return self._directory / f"features-{_short(digest)}" / f"{_layers_name(self._layers)}.safetensors"
+        return self._directory / f"features-{_short(digest)}" / f"{_layers_name(self.layers)}.safetensors"
 
     def _find(self, number: int) -> Path | None:
         """The first file of those rollouts that holds the layers wanted."""
         for path in sorted(self._path(number).parent.glob("*.safetensors")):
-            if {*_layers_name(self._layers).split("-")} <= {*path.stem.split("-")}:
+            if {*_layers_name(self.layers).split("-")} <= {*path.stem.split("-")}:
                 return path
         return None
 

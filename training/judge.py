@@ -15,6 +15,7 @@ from training.batch import TargetHead, make_batch
 from training.features import Features
 from training.head import DraftHead
 from training.loss import reduced_precision
+from training.rollout_store import Rollout
 
 RANKS: Final = 8
 """Best tokens of each depth that are looked at: as wide as a tree of a served draft may be."""
@@ -58,12 +59,17 @@ def judge(head: DraftHead, target: TargetHead, found: Iterable[Features]) -> dic
     head.eval()
     with torch.no_grad(), reduced_precision():
         for features in found:
-            if features.rollout.temperature:
+            if not is_judged(features.rollout, head.depth):
                 continue
             one = _judge_one(head, target, features)
             _add(judged["all"], one)
             _add(judged.setdefault(features.rollout.class_name, _empty(head.depth)), one)
     return judged
+
+
+def is_judged(rollout: Rollout, depth: int) -> bool:
+    """Whether drafts of `depth` can be judged in it: a greedy one with room behind its answer's first token."""
+    return not rollout.temperature and 0 < rollout.answer_start < len(rollout.token_ids) - depth
 
 
 def _judge_one(head: DraftHead, target: TargetHead, features: Features) -> Judgement:
@@ -72,8 +78,6 @@ def _judge_one(head: DraftHead, target: TargetHead, features: Features) -> Judge
     num_tokens = len(features.rollout.token_ids)
     starts = torch.arange(features.rollout.answer_start - 1, num_tokens - 1 - depth)
     judged = _empty(depth)
-    if features.rollout.answer_start == 0 or len(starts) == 0:
-        return judged
     batch = make_batch([features], num_tokens)
     ids = head.draft_ids(batch, target, (torch.zeros_like(starts), starts), min(RANKS, len(head.target_ids)))
     truth = batch.token_ids[0][starts[:, None] + 2 + torch.arange(depth)]

@@ -3,11 +3,12 @@
 Third party: matplotlib, of the optional extra `plots`; imported when a picture is drawn.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from core.errors import FailedPrecondition
+from core.errors import FailedPrecondition, InvalidArgument
 from core.whole_file import written_whole
 from training.curve import CHECKPOINTS, read_curve
 
@@ -30,12 +31,23 @@ def require_matplotlib() -> None:
         ) from error
 
 
+def require_plot(out: Path) -> None:
+    """Before a run is begun: as `require_matplotlib`; raises InvalidArgument where `out` cannot become a file."""
+    require_matplotlib()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument("plot", f"{out.parent} is no folder and cannot be made") from error
+    if out.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
+        raise InvalidArgument("plot", f"{out} is a folder or cannot be written; name a PNG file")
+
+
 def plot_run(run: Path, out: Path) -> None:
     """Draws the curve of the run in folder `run` as the PNG file `out`.
 
-    Raises InvalidArgument where there is no curve, FailedPrecondition without matplotlib.
+    Raises InvalidArgument where there is no curve or `out` can be no file, FailedPrecondition without matplotlib.
     """
-    require_matplotlib()
+    require_plot(out)
     from matplotlib.figure import Figure
 
     points = read_curve(run / CHECKPOINTS)
@@ -44,17 +56,17 @@ def plot_run(run: Path, out: Path) -> None:
     _draw_losses(above, points)
     _draw_acceptance(below, points)
     figure.suptitle(run.name)
-    out.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(out) as path:
         figure.savefig(path, format="png", dpi=_DOTS_PER_INCH)
 
 
 def _draw_losses(axes: "Axes", points: Sequence[Mapping[str, Any]]) -> None:
-    """One line for each loss of a step, from the first."""
+    """One line for each loss, over the steps that have it: those of a shallow share have the first only."""
     steps = [point for point in points if "losses" in point]
     width = max(1, len(steps) // _SMOOTHED_POINTS)
-    groups = [steps[start : start + width] for start in range(0, len(steps), width)]
-    for place in range(len(steps[0]["losses"]) if steps else 0):
+    for place in range(max((len(point["losses"]) for point in steps), default=0)):
+        having = [point for point in steps if place < len(point["losses"])]
+        groups = [having[start : start + width] for start in range(0, len(having), width)]
         means = [sum(point["losses"][place] for point in group) / len(group) for group in groups]
         axes.plot([group[-1]["step"] for group in groups], means, label=f"loss {place + 1}")
     axes.set_ylabel("loss (nats)")

@@ -7,6 +7,7 @@ it is for, whether its layer numbers count from 0 or from 1) the caller says.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,21 @@ from torch import Tensor
 
 from core.errors import FailedPrecondition, InvalidArgument
 from core.tokenizer import Tokenizer
-from decode.drafters.artifact import FORMAT, ArtifactManifest, write_artifact
+from decode.drafters.artifact import (
+    FORMAT,
+    ArtifactManifest,
+    require_own_folder,
+    value_fault,
+    write_artifact,
+)
 from decode.drafters.eagle3 import eagle3_shapes
 from decode.drafters.head_model import HeadSizes
 from decode.drafters.vocabulary import vocabulary_digest
 from engine.model_config import ModelConfig
-from engine.weights import ModelFiles, open_model
+from engine.weights import open_model
 
 _FIELD = "checkpoint"
+_PREFIX = "model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +48,15 @@ class PublicHead:
 
 def import_eagle3(head: PublicHead, out: Path) -> ArtifactManifest:
     """Writes the artifact. Raises InvalidArgument naming file and tensor or key, FailedPrecondition for a misfit."""
+    require_own_folder(out)
     files = open_model(head.target)
     config, values = files.config, read_config(head.folder)
-    tensors = {name: tensor for name, (_, tensor) in read_tensors(head.folder).items()}
+    tensors = _plain_names(head.folder)
     layers = _layers(head, values, config)
     draft_vocab = _whole(head.folder, values, "draft_vocab_size", config.vocab_size)
     _require_fit(head.folder, values, config)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     own_words = tensors.pop("embed_tokens.weight", None)
-    if own_words is not None and not _equals_target(own_words, files, "model.embed_tokens.weight"):
+    if own_words is not None and not _equals_target(own_words, head.target):
         raise FailedPrecondition(
             _FIELD, f"{head.folder}: embed_tokens.weight is not the target's; not supported"
         )
@@ -67,7 +75,7 @@ def import_eagle3(head: PublicHead, out: Path) -> ArtifactManifest:
         tokenizer=vocabulary_digest(Tokenizer.from_directory(head.target)),
         hidden_layers=layers,
         shape=_shape(head.folder, values, config, len(layers), draft_vocab),
-        recipe={"imported_from": head.folder.name},
+        recipe={"imported_from": head.folder.name, "trained_layers": list(layers)},
     )
     _require_shapes(head.folder, manifest, tensors)
     write_artifact(out, manifest, tensors)
@@ -79,7 +87,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(_FIELD, f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise InvalidArgument(_FIELD, f"{path} holds no JSON object")
@@ -108,6 +116,17 @@ def read_tensors(folder: Path) -> dict[str, tuple[Path, Tensor]]:
     return tensors
 
 
+def _plain_names(folder: Path) -> dict[str, Tensor]:
+    """Without the prefix that some checkpoints have."""
+    found: dict[str, Tensor] = {}
+    for name, (file, tensor) in read_tensors(folder).items():
+        plain = name.removeprefix(_PREFIX)
+        if plain in found:
+            raise InvalidArgument(_FIELD, f"{file}: tensor {plain} is there with and without {_PREFIX}")
+        found[plain] = tensor
+    return found
+
+
 def _mend_of_pickle(folder: Path) -> str:
     pickled = [path.name for suffix in ("*.bin", "*.pt") for path in sorted(folder.glob(suffix))]
     if not pickled:
@@ -127,33 +146,53 @@ def _whole(folder: Path, values: Mapping[str, Any], key: str, default: int | Non
     return value
 
 
+def _number(folder: Path, values: Mapping[str, Any], key: str, default: float) -> float:
+    value = values.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InvalidArgument(_FIELD, f"{folder / 'config.json'}: {key} must be above 0, is {value!r}")
+    return float(value)
+
+
+def _nested(folder: Path, values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = values.get(key) or {}
+    if not isinstance(value, dict):
+        raise InvalidArgument(_FIELD, f"{folder / 'config.json'}: {key} must be an object, is {value!r}")
+    return value
+
+
 def _layers(head: PublicHead, values: Mapping[str, Any], config: ModelConfig) -> tuple[int, ...]:
     """Layers whose outputs are captured, from 0: as given, as the checkpoint says, or early, middle and late."""
-    nested = values.get("eagle_config") or {}
-    named = head.layers or nested.get("eagle_aux_hidden_state_layer_ids")
+    said = _nested(head.folder, values, "eagle_config").get("eagle_aux_hidden_state_layer_ids")
+    named = said if head.layers is None else list(head.layers)
     if named is None:
         last = config.num_layers - 1
         return tuple(sorted({min(2, last), config.num_layers // 2, max(0, last - 2)}))
-    layers = tuple(int(layer) - head.layer_base for layer in named)
-    if list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= config.num_layers:
-        raise InvalidArgument(_FIELD, f"{head.folder}: layers {layers} of {config.num_layers}, ascending")
-    return layers
+    sound = isinstance(named, list) and bool(named) and all(type(layer) is int for layer in named)
+    layers = [layer - head.layer_base for layer in named] if sound else []
+    if not layers or layers != sorted({*layers}) or layers[0] < 0 or layers[-1] >= config.num_layers:
+        raise InvalidArgument(
+            "layers" if head.layers else _FIELD,
+            f"{head.folder}: layers {named!r} are not ascending ones of {config.num_layers}, "
+            f"the first {head.layer_base}",
+        )
+    return tuple(layers)
 
 
 def _require_fit(folder: Path, values: Mapping[str, Any], config: ModelConfig) -> None:
-    theta = (values.get("rope_parameters") or {}).get("rope_theta", values.get("rope_theta", 10000.0))
+    rope = _nested(folder, values, "rope_parameters")
+    theta = _number(folder, rope if "rope_theta" in rope else values, "rope_theta", 10000.0)
     for name, theirs, ours in (
         ("hidden_size", _whole(folder, values, "hidden_size"), config.hidden_dim),
         ("vocab_size", _whole(folder, values, "vocab_size", config.vocab_size), config.vocab_size),
-        ("rope_theta", float(theta), config.rope_theta),
+        ("rope_theta", theta, config.rope_theta),
         ("num_hidden_layers", _whole(folder, values, "num_hidden_layers", 1), 1),
     ):
         if theirs != ours:
             raise FailedPrecondition(
                 _FIELD, f"{folder / 'config.json'}: {name} is {theirs}, needed is {ours}"
             )
-    scaling = values.get("rope_scaling")
-    kind = "none" if not scaling else scaling.get("rope_type", scaling.get("type", "none"))
+    scaling = _nested(folder, values, "rope_scaling")
+    kind = scaling.get("rope_type", scaling.get("type", "none"))
     if kind not in ("none", "default") and kind != config.rope_scaling.kind:
         raise FailedPrecondition(
             _FIELD,
@@ -161,8 +200,9 @@ def _require_fit(folder: Path, values: Mapping[str, Any], config: ModelConfig) -
         )
 
 
-def _equals_target(tensor: Tensor, files: ModelFiles, name: str) -> bool:
-    ours = files.take(name, (files.config.vocab_size, files.config.hidden_dim))
+def _equals_target(tensor: Tensor, target: Path) -> bool:
+    files = open_model(target)  # a file hands a tensor out once only
+    ours = files.take("model.embed_tokens.weight", (files.config.vocab_size, files.config.hidden_dim))
     return tensor.shape == ours.shape and bool(torch.equal(tensor.bfloat16(), ours.bfloat16()))
 
 
@@ -170,6 +210,8 @@ def _id_map(folder: Path, tensors: dict[str, Tensor], draft_vocab: int, vocab_si
     """`d2t`, held against `t2d`, which says the same from the other side and is not kept."""
     offsets = tensors.pop("d2t", None)
     marks = tensors.pop("t2d", None)
+    if offsets is not None and (offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32)):
+        raise InvalidArgument(_FIELD, f"{folder}: d2t is {tuple(offsets.shape)} of {offsets.dtype}, no ids")
     if offsets is None:
         if draft_vocab != vocab_size:
             raise InvalidArgument(
@@ -200,7 +242,7 @@ def _shape(
         "intermediate_dim": _whole(folder, values, "intermediate_size"),
         "num_planes": num_planes,
         "draft_vocab": draft_vocab,
-        "norm_epsilon": float(values.get("rms_norm_eps", 1e-6)),
+        "norm_epsilon": _number(folder, values, "rms_norm_eps", 1e-6),
         "rope_theta": config.rope_theta,
     }
 
@@ -226,3 +268,5 @@ def _require_shapes(folder: Path, manifest: ArtifactManifest, tensors: Mapping[s
     for name, expected in wanted.items():
         if tuple(tensors[name].shape) != expected:
             raise InvalidArgument(_FIELD, f"{folder}: {name} is {tuple(tensors[name].shape)}, not {expected}")
+        if fault := value_fault(name, tensors[name]):
+            raise InvalidArgument(_FIELD, f"{folder}: tensor {name} {fault}")

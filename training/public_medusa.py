@@ -16,7 +16,13 @@ from torch import Tensor
 
 from core.errors import FailedPrecondition, InvalidArgument
 from core.tokenizer import Tokenizer
-from decode.drafters.artifact import FORMAT, ArtifactManifest, write_artifact
+from decode.drafters.artifact import (
+    FORMAT,
+    ArtifactManifest,
+    require_own_folder,
+    value_fault,
+    write_artifact,
+)
 from decode.drafters.medusa_artifact import KIND
 from decode.drafters.vocabulary import vocabulary_digest
 from engine.model_config import ModelConfig
@@ -42,6 +48,7 @@ def import_medusa(head: PublicHead, out: Path) -> ArtifactManifest:
     """Writes the artifact. Raises InvalidArgument naming file and tensor or key, FailedPrecondition for a misfit."""
     if head.layers is not None or head.layer_base:
         raise InvalidArgument("layers", "Medusa heads read the last layer; no layers may be named")
+    require_own_folder(out)
     files = open_model(head.target)
     config = files.config
     found = _plain_names(read_tensors(head.folder))
@@ -98,8 +105,8 @@ def _require_all(folder: Path, found: Sourced, config: ModelConfig) -> int:
             raise FailedPrecondition(
                 _FIELD, f"{source}: tensor {name} is {tuple(tensor.shape)}, the target needs {shape}"
             )
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise InvalidArgument(_FIELD, f"{source}: tensor {name} holds values that are no finite numbers")
+        if fault := value_fault(name, tensor):
+            raise InvalidArgument(_FIELD, f"{source}: tensor {name} {fault}")
     return num_heads
 
 

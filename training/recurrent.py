@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from decode.drafters.artifact import ArtifactManifest
 from engine.model_config import ModelConfig
 from training.batch import Batch, TargetHead, Wanted, wanted_of
 from training.head import DraftHead
+
+_UNSAID_DEPTH: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +284,9 @@ def rotated(rows: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def stored_shape(manifest: ArtifactManifest) -> tuple[HeadShape, int]:
-    """Sizes and depth of a head that was written. Raises KeyError, TypeError or ValueError where they are none."""
+    """Sizes and depth of a head that was written. Raises TypeError or ValueError where they are none.
+
+    One that was imported says no depth.
+    """
     shape = HeadShape(**cast("dict[str, int]", dict(manifest.shape)))
-    return shape, len(manifest.acceptance["all"])
+    return shape, len(manifest.acceptance.get("all", ())) or _UNSAID_DEPTH

@@ -74,10 +74,10 @@ class RolloutStore:
         self.num_answer_tokens = 0
         self._pending: list[Rollout] = []
         self._pending_tokens = 0
-        self._num_shards = 0
         for rollout in self:
             self._note(rollout)
-        self._num_shards = len(shards(directory))
+        numbers = [path.stem.partition("-")[2] for path in shards(directory)]
+        self._next_shard = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
     def add(self, rollout: Rollout) -> bool:
         """Keep it, on disk now or with a later one; False where its number or its text is known already."""
@@ -97,10 +97,10 @@ class RolloutStore:
         narrow = self.recipe.vocab_size <= 2**16
         tokens = np.concatenate([np.asarray(rollout.token_ids) for rollout in self._pending])
         index = np.array([self._row(rollout) for rollout in self._pending], dtype=np.int64)
-        path = self._directory / f"shard-{self._num_shards:05d}.safetensors"
+        path = self._directory / f"shard-{self._next_shard:05d}.safetensors"
         with written_whole(path) as beside:
             save_file({"tokens": tokens.astype(np.uint16 if narrow else np.uint32), "index": index}, beside)
-        self._num_shards += 1
+        self._next_shard += 1
         self._pending, self._pending_tokens = [], 0
 
     def __iter__(self) -> Iterator[Rollout]:

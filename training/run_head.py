@@ -11,17 +11,20 @@ import torch
 
 from core.errors import InvalidArgument
 from core.settings import EngineSettings
-from decode.drafters.artifact import FORMAT, ArtifactManifest
+from core.tokenizer import Tokenizer
+from decode.drafters.artifact import FORMAT, ArtifactManifest, require_own_folder
+from decode.drafters.vocabulary import vocabulary_digest
 from engine.engine import Engine
 from engine.linear import WIDE_PLANS
 from engine.model_config import ModelConfig
 from engine.weights import open_model
 from training.batch import TargetHead, draft_vocabulary
 from training.curve import CHECKPOINTS
+from training.draft_model import DraftModelOptions
 from training.features import FeatureCache, Features
 from training.head import DraftHead, HeadOptions
 from training.heads import read_head
-from training.judge import Judgement, judge
+from training.judge import Judgement, is_judged, judge
 from training.rollout_store import Recipe, Rollout
 from training.trainer import Progress, Trainer, TrainingPlan
 
@@ -63,9 +66,12 @@ def train_head(
 ) -> dict[str, Judgement] | None:
     """Trains, or goes on, and writes what was trained; what it reaches on held rollouts. None: `stop` came first.
 
-    Raises InvalidArgument where rollouts, sizes or an earlier checkpoint do not fit.
+    Raises InvalidArgument where rollouts, sizes or an earlier checkpoint do not fit, or `out` holds a model.
     """
-    begun = begin(run, recipe, rollouts, stage)
+    require_own_folder(run.out, draft_model=isinstance(run.options, DraftModelOptions))
+    begun = begin(run, recipe, rollouts, stage, stop)
+    if begun is None:
+        return None
     trainer = begun.trainer(begun.head, run.plan, run.out)
     train_to_end(trainer, "training", stage, stop)
     if not trainer.done:
@@ -93,8 +99,13 @@ class Begun:
         return Trainer(head, self.target, self.training, plan, out / CHECKPOINTS, watched)
 
 
-def begin(run: HeadRun, recipe: Recipe, rollouts: Sequence[Rollout], stage: Stage) -> Begun:
-    """Computes the features that are missing, and makes the head. Raises InvalidArgument for what does not fit."""
+def begin(
+    run: HeadRun, recipe: Recipe, rollouts: Sequence[Rollout], stage: Stage, stop: Callable[[], bool]
+) -> Begun | None:
+    """Computes the features that are missing, and makes the head; None: `stop` came first.
+
+    Raises InvalidArgument for what does not fit.
+    """
     kept = [rollout for rollout in rollouts if not is_held(rollout)]
     held = [rollout for rollout in rollouts if is_held(rollout)][:_JUDGED_ROLLOUTS]
     if not kept or not held:
@@ -102,11 +113,15 @@ def begin(run: HeadRun, recipe: Recipe, rollouts: Sequence[Rollout], stage: Stag
     files = open_model(run.place.model)
     config = files.config
     layers = run.options.trained_layers(config)
-    target, (training, judging) = _prepared(run.place, recipe, layers, (kept, held), stage)
+    prepared = _prepared(run.place, recipe, layers, (kept, held), stage, stop)
+    if prepared is None:
+        return None
+    target, (training, judging) = prepared
     torch.manual_seed(run.plan.seed)
     ids = draft_vocabulary(kept, min(run.options.draft_vocab, config.vocab_size))
     head = run.options.make(config, ids)
     head.begin(files)
+    _require_judged(held, head.depth)
     return Begun(head, target, training, judging, recipe, config)
 
 
@@ -129,8 +144,19 @@ def judge_artifact(
     if manifest.target_revision != recipe.model_revision:
         raise InvalidArgument("rollouts", f"{artifact} was trained for another model than rolled them out")
     layers = _trained_layers(manifest)
-    target, (judging,) = _prepared(place, recipe, layers, (held,), stage)
+    _require_judged(held, head.depth)
+    prepared = _prepared(place, recipe, layers, (held,), stage, lambda: False)
+    assert prepared is not None
+    target, (judging,) = prepared
     return JudgedArtifact(judge(head, target, all_of(judging)), manifest.acceptance)
+
+
+def _require_judged(held: Sequence[Rollout], depth: int) -> None:
+    if not any(is_judged(rollout, depth) for rollout in held):
+        raise InvalidArgument(
+            "rollouts",
+            f"none of {len(held)} held back is greedy and long enough for drafts of depth {depth}; more are needed",
+        )
 
 
 def _trained_layers(manifest: ArtifactManifest) -> tuple[int, ...]:
@@ -147,16 +173,21 @@ def _prepared(
     layers: tuple[int, ...],
     parts: Sequence[Sequence[Rollout]],
     stage: Stage,
-) -> tuple[TargetHead, tuple[FeatureCache, ...]]:
-    """The target's head, and the features of each part on disk."""
+    stop: Callable[[], bool],
+) -> tuple[TargetHead, tuple[FeatureCache, ...]] | None:
+    """The target's head, and the features of each part on disk; None: `stop` came first."""
+    if vocabulary_digest(Tokenizer.from_directory(place.model)) != recipe.tokenizer:
+        raise InvalidArgument(
+            "rollouts", f"they were rolled out with another tokenizer than {place.model} has"
+        )
     longest = max(len(rollout.token_ids) for part in parts for rollout in part)
     caches = tuple(FeatureCache(place.features, part, recipe.model_revision, layers) for part in parts)
     told = stage("features", sum(len(rollout.token_ids) for part in parts for rollout in part))
     with _engine(place, layers, longest) as engine:
         if engine.numerics.model_revision != recipe.model_revision:
             raise InvalidArgument("rollouts", "they were rolled out by another model")
-        for cache in caches:
-            cache.prepare(engine, lambda done: told(done, ""))
+        if not all(cache.prepare(engine, lambda done: told(done, ""), stop) for cache in caches):
+            return None
         embedding = engine.weights.embedding.clone()
         everything = torch.arange(engine.config.vocab_size)
         output = embedding if engine.config.tied_embeddings else engine.output_rows(everything).clone()

@@ -50,7 +50,9 @@ def train_medusa2(
     Raises InvalidArgument where rollouts, sizes or an earlier checkpoint do not fit, or `built` is of another model.
     """
     _require_same_original(run.built, recipe.model_revision)
-    begun = begin(run.joint, recipe, rollouts, stage)
+    begun = begin(run.joint, recipe, rollouts, stage, stop)
+    if begun is None:
+        return None
     head = begun.head
     assert isinstance(head, Medusa2)
     warm_up = begun.trainer(head.heads, run.warm_up, run.joint.out / WARM_UP)
@@ -103,6 +105,7 @@ def _write(run: Medusa2Run, manifest: ArtifactManifest, head: Medusa2, agreement
 def _require_same_original(built: Path, revision: str) -> None:
     if not built.exists():
         return
-    made_of = read_manifest(heads_folder(built) / KIND).recipe.get("made_of")
+    heads = heads_folder(built) / KIND
+    made_of = read_manifest(heads).recipe.get("made_of") if heads.is_dir() else None
     if made_of != revision:
         raise InvalidArgument("model", f"{built} was made of another model of that name; remove it first")

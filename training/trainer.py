@@ -40,7 +40,7 @@ class TrainingPlan:
     Training ends after `epochs` or, where given, `tokens` answer tokens seen, whichever comes first. `batch`: rollouts
     a step; `max_tokens`: longer ones are cut. For the first `shallow_share` of it heads that learn deep drafts from
     their own output learn those of depth 1 only, which is several times as fast. Every `save_steps` steps there is a
-    checkpoint and a point of the curve.
+    checkpoint and a point of the curve. Raises InvalidArgument for a rate or a share that is none.
     """
 
     epochs: int = 2
@@ -53,6 +53,12 @@ class TrainingPlan:
     shallow_share: float = 0.0
     save_steps: int = 200
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.learning_rate < math.inf:
+            raise InvalidArgument("learning_rate", f"must be above 0, got {self.learning_rate}")
+        if not 0 <= self.shallow_share <= 1:
+            raise InvalidArgument("shallow_share", f"must be 0 to 1, got {self.shallow_share}")
 
 
 @dataclass(slots=True)
@@ -83,10 +89,12 @@ class Trainer:
         folder: Path,
         watched: Sequence[Features] = (),
     ) -> None:
-        """Raises InvalidArgument where the folder's checkpoint is of another plan or head."""
+        """Raises InvalidArgument where there is nothing to train on, or the checkpoint is of another plan or head."""
         self.head = head
         self.progress = Progress()
         self.total_tokens = _total_tokens(plan, features)
+        if not self.total_tokens:
+            raise InvalidArgument("rollouts", "none of them has an answer that is long enough to train on")
         self._target = target
         self._features = features
         self._plan = plan
@@ -107,7 +115,7 @@ class Trainer:
     def run(self, stop: Callable[[], bool], report: Callable[[Progress, list[float]], None]) -> None:
         """Train to the end of the plan, or until `stop` says so; then checkpoint.
 
-        Raises InvalidArgument where the loss is no number any more; the last checkpoint stays.
+        Raises InvalidArgument where loss or weights are no numbers any more; the last checkpoint stays.
         """
         self.head.train()
         while not self.done:
@@ -128,7 +136,12 @@ class Trainer:
         self.save()
 
     def save(self) -> None:
-        """Write weights, optimiser and progress in one file, so that they always belong together."""
+        """Write weights, optimiser and progress in one file, so that they always belong together.
+
+        Raises InvalidArgument where weights are no numbers: the checkpoint before stays.
+        """
+        if not all(bool(torch.isfinite(weights).all()) for weights in self.head.parameters()):
+            raise self._diverged("weights of", self.progress.step)
         tensors = {
             _HEAD_PREFIX + name: tensor.detach().contiguous()
             for name, tensor in self.head.state_dict().items()
@@ -145,16 +158,19 @@ class Trainer:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata()
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            made_by, progress = json.loads(about["made_by"]), Progress(**json.loads(about["progress"]))
+            made_by, progress = dict(json.loads(about["made_by"])), Progress(**json.loads(about["progress"]))
         except Exception as error:  # boundary: the library raises its own error for a bad file
             raise InvalidArgument("out", f"{path} is no checkpoint: {error}") from error
         for name, ours in self._made_by().items():
             if made_by.get(name) != ours:
                 raise InvalidArgument("out", f"{path} was made by another {name}; take another folder")
-        self.head.load_state_dict(_under(_HEAD_PREFIX, tensors))
         state = self._optimiser.state_dict()
-        state["state"] = _moments(_under(_OPTIMISER_PREFIX, tensors))
-        self._optimiser.load_state_dict(state)
+        try:
+            self.head.load_state_dict(_under(_HEAD_PREFIX, tensors))
+            state["state"] = _moments(_under(_OPTIMISER_PREFIX, tensors))
+            self._optimiser.load_state_dict(state)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise InvalidArgument("out", f"{path} is no checkpoint of this head: {error}") from error
         self.progress = progress
 
     def _made_by(self) -> dict[str, Any]:
@@ -167,6 +183,8 @@ class Trainer:
             "plan": asdict(self._plan),
             "head": [head.kind, head.depth, dict(head.sizes())],
             "set of rollouts": digest.hexdigest(),
+            "target": self._features.revision,
+            "choice of layers": list(self._features.layers),
         }
 
     def _batches(self) -> Iterator[list[Features]]:
@@ -206,15 +224,19 @@ class Trainer:
         weighed = (self.head.loss_weight(place) * loss for place, loss in enumerate(losses))
         total = sum(weighed, torch.zeros(()))
         if not math.isfinite(float(total.detach())):
-            raise InvalidArgument(
-                "learning_rate", f"the loss of step {self.progress.step + 1} is no number; take a lower rate"
-            )
+            raise self._diverged("loss of", self.progress.step + 1)
         self._optimiser.zero_grad(set_to_none=True)
         total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), self._plan.clip_norm)
         self._optimiser.step()
         self.progress.step += 1
         return [float(loss.detach()) for loss in losses]
+
+    @staticmethod
+    def _diverged(what: str, step: int) -> InvalidArgument:
+        return InvalidArgument(
+            "learning_rate", f"{what} step {step}: no numbers any more; take a lower rate, in another folder"
+        )
 
     def _losses(self, batch: Batch) -> list[Tensor]:
         shallow = self._share < self._plan.shallow_share

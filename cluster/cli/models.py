@@ -7,7 +7,6 @@ import typer
 
 from cluster.cli import options as o
 from core.environment import cache_directory
-from core.errors import ServiceError
 from core.model_store import list_models, pull, resolve_model
 
 models_app = typer.Typer(no_args_is_help=True, help="Fetch, list and truncate models.")
@@ -22,10 +21,8 @@ def _progress(line: str) -> None:
 @models_app.command("pull")
 def pull_command(alias: Annotated[str, typer.Argument(help="One of `outrider models list`.")]) -> None:
     """Fetch a model into the cache, its digest checked; prints its directory."""
-    try:
+    with o.refusals():
         print(pull(alias, cache_directory(), _progress))
-    except ServiceError as error:
-        o.fail(error)
 
 
 @models_app.command("list")
@@ -45,8 +42,6 @@ def truncate_command(
     """Write a model's first layers as a model of their own, for the drafter draft_model."""
     from engine.truncate import truncate_model
 
-    try:
+    with o.refusals():
         source = resolve_model(model, cache_directory(), _progress)
         print(truncate_model(source, layers, out))
-    except ServiceError as error:
-        o.fail(error)

@@ -1,14 +1,17 @@
 """The options that several commands share, and what they become."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from safetensors import SafetensorError
 
 from core.environment import bearer_token
-from core.errors import InvalidArgument, ServiceError
+from core.errors import FailedPrecondition, InvalidArgument, ServiceError
 from outrider import Client, InvalidArgumentError, OutriderError, Result
 from outrider.calls import NO_SERVER
 
@@ -85,6 +88,17 @@ def fail(error: OutriderError | ServiceError) -> NoReturn:
         errors.print("start one with `outrider serve`, or name its address: --address HOST:PORT")
     bad_input = isinstance(error, InvalidArgumentError) or error.status == "INVALID_ARGUMENT"
     raise typer.Exit(2 if bad_input else 1)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Errors of ours, and files that cannot be read or written, end the command with their line."""
+    try:
+        yield
+    except ServiceError as error:
+        fail(error)
+    except (OSError, SafetensorError) as error:
+        fail(FailedPrecondition("files", f"{error}; what was whole before is kept"))
 
 
 def text_of(file: Path | None, option: str) -> str | None:

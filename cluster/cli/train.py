@@ -14,13 +14,14 @@ from cluster.cli.train_heads import (
     exit_command,
     head_command,
     judge_command,
+    medusa_command,
 )
 from cluster.cli.train_import import import_command
 from cluster.cli.train_models import MEDUSA2, draft_command, medusa2_command
 from cluster.cli.train_plot import plot_command
 from cluster.cli.train_progress import say, shown_progress, stopping
+from cluster.cli.train_run import alone_in
 from core.environment import cache_directory
-from core.errors import ServiceError
 from core.model_store import resolve_model
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ for kind in HEAD_COMMANDS:
     train_app.command(kind.name, help=f"{kind.help} Ctrl-C checkpoints; the same command goes on.")(
         head_command(kind)
     )
+train_app.command("medusa")(medusa_command)
 train_app.command("exit")(exit_command)
 train_app.command("draft")(draft_command)
 train_app.command(MEDUSA2)(medusa2_command)
@@ -77,7 +79,7 @@ def rollouts_command(
     from training.rollouts import RolloutRun, blocks_needed
     from training.seeds import CLASSES
 
-    try:
+    with o.refusals(), alone_in(out):
         excluded = ExcludedPrompts.of_files(exclude or [])
         directory = resolve_model(model, cache_directory(), say)
         tokenizer = Tokenizer.from_directory(directory)
@@ -100,8 +102,6 @@ def rollouts_command(
             store = RolloutStore(out, recipe)
             run = RolloutRun(engine, tokenizer, recipe, batch, store.numbers.__contains__, excluded)
             _roll_out(run, store, tokens)
-    except ServiceError as error:
-        o.fail(error)
     report = {"rollouts": len(store.numbers), "answer_tokens": store.num_answer_tokens}
     if as_json:
         print(json.dumps(report))

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -23,10 +23,10 @@ from cluster.cli.train_run import (
     Plot,
     Rollouts,
     Seed,
+    ShallowShare,
     Threads,
     Tokens,
     place_of,
-    refusals,
     report_of,
     shown_rates,
     train_head_command,
@@ -40,16 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeadCommand:
-    """A kind of head whose only option of its own is how deep a draft is: the flag, its default, what it says.
+    """A kind of head that drafts from its own output, with no options of its own.
 
     `options`: of a draft vocabulary and a depth; imports what it needs, as torch is slow to load.
     """
 
     name: str
     help: str
-    flag: str
-    depth: int
-    flag_help: str
     options: Callable[[int, int], "HeadOptions"]
 
 
@@ -65,30 +62,23 @@ def _mtp(draft_vocab: int, depth: int) -> "HeadOptions":
     return MtpOptions(draft_vocab, depth)
 
 
-def _medusa(draft_vocab: int, depth: int) -> "HeadOptions":
-    from training.medusa import MedusaOptions
-
-    return MedusaOptions(draft_vocab, depth)
-
-
 _TRAINED: Final = "Drafts of this depth are trained."
 HEAD_COMMANDS: Final = (
-    HeadCommand("eagle", "Train an EAGLE-1 head, which eagle2 serves too.", "--depth", 4, _TRAINED, _eagle),
-    HeadCommand("mtp", "Train a multi-token-prediction module.", "--depth", 4, _TRAINED, _mtp),
-    HeadCommand("medusa", "Train Medusa heads.", "--heads", 4, "Tokens that a draft may be long.", _medusa),
+    HeadCommand("eagle", "Train an EAGLE-1 head, which eagle2 serves too.", _eagle),
+    HeadCommand("mtp", "Train a multi-token-prediction module.", _mtp),
 )
 
 
 def head_command(kind: HeadCommand) -> Callable[..., None]:
     """The command of a row of `HEAD_COMMANDS`."""
-    depth_option: Any = typer.Option(kind.depth, kind.flag, min=1, max=16, help=kind.flag_help)
 
     def command(
         rollouts: Rollouts,
         out: Out,
         model: Model = DEFAULT_MODEL,
         draft_vocab: DraftVocab = 8192,
-        depth: int = depth_option,
+        depth: Annotated[int, typer.Option(min=1, max=16, help=_TRAINED)] = 4,
+        shallow_share: ShallowShare = 0.0,
         epochs: Epochs = 2,
         tokens: Tokens = None,
         batch: BatchSize = 8,
@@ -100,7 +90,19 @@ def head_command(kind: HeadCommand) -> Callable[..., None]:
         as_json: o.Json = False,
     ) -> None:
         chosen = Chosen(
-            rollouts, out, model, epochs, tokens, batch, learning_rate, seed, features, threads, plot, as_json
+            rollouts,
+            out,
+            model,
+            epochs,
+            tokens,
+            batch,
+            learning_rate,
+            seed,
+            features,
+            threads,
+            plot,
+            as_json,
+            shallow_share,
         )
         train_head_command(lambda: kind.options(draft_vocab, depth), chosen)
 
@@ -114,6 +116,7 @@ def eagle3_command(
     draft_vocab: DraftVocab = 8192,
     layers: Annotated[str | None, typer.Option(help="Captured layers, by comma. Absent: 3, spread.")] = None,
     depth: Annotated[int, typer.Option(min=1, max=16, help=_TRAINED)] = 5,
+    shallow_share: ShallowShare = 0.0,
     epochs: Epochs = 2,
     tokens: Tokens = None,
     batch: BatchSize = 8,
@@ -130,6 +133,47 @@ def eagle3_command(
         from training.eagle3 import Eagle3Options
 
         return Eagle3Options(draft_vocab, _numbers(layers), depth)
+
+    chosen = Chosen(
+        rollouts,
+        out,
+        model,
+        epochs,
+        tokens,
+        batch,
+        learning_rate,
+        seed,
+        features,
+        threads,
+        plot,
+        as_json,
+        shallow_share,
+    )
+    train_head_command(options, chosen)
+
+
+def medusa_command(
+    rollouts: Rollouts,
+    out: Out,
+    model: Model = DEFAULT_MODEL,
+    draft_vocab: DraftVocab = 8192,
+    heads: Annotated[int, typer.Option(min=1, max=16, help="Tokens that a draft may be long.")] = 4,
+    epochs: Epochs = 2,
+    tokens: Tokens = None,
+    batch: BatchSize = 8,
+    learning_rate: LearningRate = 1e-3,
+    seed: Seed = 0,
+    features: FeatureFolder = None,
+    threads: Threads = 2,
+    plot: Plot = None,
+    as_json: o.Json = False,
+) -> None:
+    """Train Medusa heads. Ctrl-C checkpoints; the same command goes on."""
+
+    def options() -> "HeadOptions":
+        from training.medusa import MedusaOptions
+
+        return MedusaOptions(draft_vocab, heads)
 
     chosen = Chosen(
         rollouts, out, model, epochs, tokens, batch, learning_rate, seed, features, threads, plot, as_json
@@ -182,7 +226,7 @@ def judge_command(
     from training.rollout_store import RolloutStore, read_recipe
     from training.run_head import judge_artifact
 
-    with refusals(), shown_progress() as progress:
+    with o.refusals(), shown_progress() as progress:
         recipe = read_recipe(rollouts)
         found = judge_artifact(
             place_of(model, features, threads),

@@ -8,7 +8,7 @@ import typer
 from cluster.cli import options as o
 from cluster.cli.train_progress import say
 from core.environment import cache_directory
-from core.errors import InvalidArgument, ServiceError
+from core.errors import InvalidArgument
 from core.model_store import resolve_model
 
 
@@ -36,12 +36,10 @@ def import_command(
         numbers = None if layers is None else tuple(int(part) for part in layers.split(","))
     except ValueError:
         o.fail(InvalidArgument("layers", f"{layers!r} is no list of layers"))
-    try:
+    with o.refusals():
         medusa = is_medusa(checkpoint)
         head = PublicHead(checkpoint, resolve_model(model, cache_directory(), say), numbers, layer_base)
         manifest = (import_medusa if medusa else import_eagle3)(head, out)
-    except ServiceError as error:
-        o.fail(error)
     if medusa:
         print(f"{out} holds {manifest.shape['num_heads']} Medusa heads")
     else:

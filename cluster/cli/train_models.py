@@ -26,7 +26,6 @@ from cluster.cli.train_run import (
     Tokens,
     Training,
     print_judged,
-    refusals,
     train,
     train_head_command,
 )
@@ -102,7 +101,7 @@ def medusa2_command(
     chosen = Chosen(
         rollouts, out, model, epochs, tokens, batch, learning_rate, seed, features, threads, plot, as_json
     )
-    with refusals():
+    with o.refusals():
         from training.medusa2 import Medusa2Options
 
         options = Medusa2Options(draft_vocab, heads, backbone_layers, backbone_rate)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.train_run import refusals
+from cluster.cli import options as o
 
 
 def plot_command(
@@ -17,6 +17,6 @@ def plot_command(
     """Loss and held acceptance by step, as a PNG. Needs matplotlib: `pip install outrider[plots]`."""
     from training.plot import plot_run
 
-    with refusals():
+    with o.refusals():
         plot_run(run, out)
     print(out)

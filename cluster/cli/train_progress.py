@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cluster.cli import options as o
@@ -45,4 +46,4 @@ def stopping() -> Iterator[threading.Event]:
 
 def say(line: str) -> None:
     """A line on standard error."""
-    o.errors.print(f"[dim]·[/dim] {line}", soft_wrap=True)
+    o.errors.print(f"[dim]·[/dim] {escape(line)}", soft_wrap=True)

@@ -1,8 +1,9 @@
 """What all commands of `outrider train` that train something have in common: options, the run, what they print."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +13,9 @@ import typer
 from cluster.cli import options as o
 from cluster.cli.train_progress import say, shown_progress, stages_of, stopping
 from core.environment import cache_directory
-from core.errors import ServiceError
+from core.errors import FailedPrecondition, InvalidArgument
 from core.model_store import resolve_model
+from core.whole_file import held_alone
 
 if TYPE_CHECKING:
     from training.head import HeadOptions
@@ -34,7 +36,7 @@ Tokens = Annotated[
 ]
 BatchSize = Annotated[int, typer.Option("--batch", min=1, help="Rollouts a step.")]
 LearningRate = Annotated[float, typer.Option(min=0.0, help="At its highest, after the warm-up.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of weights and of the order.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and of the order.")]
 FeatureFolder = Annotated[
     Path | None,
     typer.Option(
@@ -42,6 +44,12 @@ FeatureFolder = Annotated[
     ),
 ]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads.")]
+ShallowShare = Annotated[
+    float,
+    typer.Option(
+        min=0.0, max=1.0, help="Of the training, at first: drafts of depth 1 only, which is faster."
+    ),
+]
 Plot = Annotated[
     Path | None, typer.Option(help="PNG file: loss and acceptance by step. Needs the extra `plots`.")
 ]
@@ -55,7 +63,7 @@ Training = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The options that every training command has, in its order."""
+    """The options that every training command has, in its order; then those that some have."""
 
     rollouts: Path
     out: Path
@@ -69,12 +77,20 @@ class Chosen:
     threads: int
     plot: Path | None
     as_json: bool
+    shallow_share: float = 0.0
 
     def plan(self) -> "TrainingPlan":
         """How long and how fast."""
         from training.trainer import TrainingPlan
 
-        return TrainingPlan(self.epochs, self.tokens, self.batch, self.learning_rate, seed=self.seed)
+        return TrainingPlan(
+            self.epochs,
+            self.tokens,
+            self.batch,
+            self.learning_rate,
+            shallow_share=self.shallow_share,
+            seed=self.seed,
+        )
 
     def place(self) -> "Place":
         """Where the run finds and keeps things; fetches the target where it is an alias not there yet."""
@@ -85,7 +101,7 @@ def train_head_command(options: Callable[[], "HeadOptions"], chosen: Chosen) -> 
     """Trains, judges and writes a draft of any kind, and prints what it reaches."""
     from training.run_head import HeadRun, train_head
 
-    with refusals():
+    with o.refusals():
         run = HeadRun(chosen.place(), chosen.out, options(), chosen.plan())
         judged = train(chosen, lambda recipe, found, stage, stop: train_head(run, recipe, found, stage, stop))
     print_judged(judged, chosen.as_json)
@@ -93,17 +109,17 @@ def train_head_command(options: Callable[[], "HeadOptions"], chosen: Chosen) -> 
 
 def train(chosen: Chosen, training: Training) -> "Mapping[str, Judgement]":
     """Any training; ends the command with a line where it was stopped. Draws the curve where one was asked for."""
-    from training.plot import plot_run, require_matplotlib
+    from training.plot import plot_run, require_plot
     from training.rollout_store import RolloutStore, read_recipe
 
     if chosen.plot is not None:
-        require_matplotlib()
+        require_plot(chosen.plot)
     recipe = read_recipe(chosen.rollouts)
-    with shown_progress() as progress, stopping() as stop:
+    with alone_in(chosen.out), shown_progress() as progress, stopping() as stop:
         found = list(RolloutStore(chosen.rollouts, recipe))
         judged = training(recipe, found, stages_of(progress), stop.is_set)
     if judged is None:
-        say(f"stopped; {chosen.out} keeps a checkpoint, the same command goes on")
+        say(f"stopped; what there is is kept for {chosen.out}, the same command goes on")
         raise typer.Exit(1)
     if chosen.plot is not None:
         plot_run(chosen.out, chosen.plot)
@@ -119,12 +135,25 @@ def place_of(model: str, features: Path | None, threads: int) -> "Place":
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Errors of ours end the command with their line."""
+def alone_in(out: Path) -> Iterator[None]:
+    """Makes `out` and holds it against other commands, before anything is computed.
+
+    Raises InvalidArgument where nothing could be kept there, FailedPrecondition where another command is at work.
+    """
     try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument("out", f"{out} is no folder and cannot be made: {error.strerror}") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise InvalidArgument("out", f"{out} cannot be written to")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(held_alone(out))
+        except BlockingIOError as error:
+            raise FailedPrecondition(
+                "out", f"another command is at work in {out}; take another folder, or wait"
+            ) from error
         yield
-    except ServiceError as error:
-        o.fail(error)
 
 
 def report_of(judged: "Mapping[str, Judgement]") -> dict[str, dict[str, object]]:

@@ -7,11 +7,13 @@ A trained draft model is a model directory, with its manifest under a name of it
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,6 +26,10 @@ DRAFT_MODEL = "draft_model"
 _MANIFEST, _WEIGHTS = "manifest.json", "model.safetensors"
 _DRAFT_MANIFEST = "outrider-draft.json"
 """Of a draft model: others may keep a manifest.json in a model directory."""
+_CONFIG = "config.json"
+"""Every model directory has one, and no artifact but a draft model."""
+_IDS = frozenset({"d2t", "token_ids"})
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +52,25 @@ class ArtifactManifest:
 
 
 def write_artifact(directory: Path, manifest: ArtifactManifest, tensors: Mapping[str, Tensor]) -> None:
-    """Weights first, the manifest last: a folder without one is no artifact."""
+    """Weights first, the manifest last: a folder without one is no artifact. One that is there already goes before."""
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / _MANIFEST).unlink(missing_ok=True)
     held = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with written_whole(directory / _WEIGHTS) as path:
         save_file(held, path)
     write_manifest(directory, manifest)
+
+
+def require_own_folder(directory: Path, *, draft_model: bool = False) -> None:
+    """Called before a training or an import begins: what is written may overwrite an earlier one, never a model.
+
+    `draft_model`: such a one is written, and may overwrite another. Raises InvalidArgument (`out`).
+    """
+    if directory.exists() and not directory.is_dir():
+        raise InvalidArgument("out", f"{directory} is no folder")
+    ours = draft_model and (directory / _DRAFT_MANIFEST).is_file()
+    if ((directory / _CONFIG).exists() and not ours) or any(directory.glob("*.gguf")):
+        raise InvalidArgument("out", f"{directory} holds a model; take another folder")
 
 
 def write_manifest(directory: Path, manifest: ArtifactManifest) -> None:
@@ -73,9 +92,12 @@ def read_manifest(directory: Path) -> ArtifactManifest:
             raise ValueError(f"{', '.join(sorted(missing))} missing")
         if extra := values.keys() - known:
             raise ValueError(f"{', '.join(sorted(extra))} unknown")
+        for name, sound in _SOUND.items():
+            if name in values and not sound(values[name]):
+                raise ValueError(f"{name} is {str(values[name])[:80]}")
         values["hidden_layers"] = tuple(values["hidden_layers"])
         manifest = ArtifactManifest(**values)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise InvalidArgument("artifact", f"{path} is no manifest of a draft: {error}") from error
     if manifest.format != FORMAT:
         raise InvalidArgument("artifact", f"{path}: format {manifest.format}, this reads {FORMAT}")
@@ -103,7 +125,10 @@ def require_target(directory: Path, manifest: ArtifactManifest, revision: str, t
 
 
 def read_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Every tensor of `shapes`, and none beside them. Raises InvalidArgument naming file and tensor."""
+    """Every tensor of `shapes`, and none beside them: ids whole numbers, all others finite floats.
+
+    Raises InvalidArgument naming file and tensor.
+    """
     path = directory / _WEIGHTS
     found: dict[str, Tensor] = {}
     try:
@@ -119,7 +144,43 @@ def read_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict
     for name, shape in shapes.items():
         if tuple(found[name].shape) != shape:
             raise InvalidArgument("artifact", f"{path}: {name} is {tuple(found[name].shape)}, not {shape}")
+        if fault := value_fault(name, found[name]):
+            raise InvalidArgument("artifact", f"{path}: tensor {name} {fault}")
     return found
+
+
+def value_fault(name: str, tensor: Tensor) -> str | None:
+    """What is wrong with the values of an artifact's tensor; None: nothing."""
+    if name in _IDS:
+        return None if tensor.dtype in (torch.int64, torch.int32) else f"holds {tensor.dtype}, no ids"
+    if tensor.dtype not in _FLOATS:
+        return f"holds {tensor.dtype}, not a float of 16 to 64 bits"
+    return None if bool(torch.isfinite(tensor).all()) else "holds values that are no finite numbers"
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 1
+
+
+def _are_rates(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_rate, value))
+
+
+_SOUND: Mapping[str, Callable[[Any], bool]] = {
+    "format": _is_whole,
+    "kind": lambda value: isinstance(value, str),
+    "target_revision": lambda value: isinstance(value, str),
+    "tokenizer": lambda value: isinstance(value, str),
+    "hidden_layers": lambda value: isinstance(value, list) and all(map(_is_whole, value)),
+    "shape": lambda value: isinstance(value, dict),
+    "recipe": lambda value: isinstance(value, dict),
+    "acceptance": lambda value: isinstance(value, dict) and all(map(_are_rates, value.values())),
+}
+"""What each field of a manifest must be, as JSON has it; `medusa_artifact.py` looks at `rank_acceptance`."""
 
 
 def _manifest_path(directory: Path) -> Path:

@@ -80,7 +80,7 @@ class ExitAdapter:
         require_target(directory, manifest, engine.numerics.model_revision, tokenizer)
         shape = _shape_of(directory, manifest, engine)
         tensors = read_tensors(directory, shape.tensors())
-        _require_values(directory, tensors, engine.config.vocab_size)
+        _require_ids(directory, tensors["token_ids"], engine.config.vocab_size)
         return cls(shape, tensors, engine, quantisation)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -133,13 +133,7 @@ def exit_shape(manifest: ArtifactManifest, source: str) -> ExitShape:
     )
 
 
-def _require_values(directory: Path, tensors: Mapping[str, Tensor], vocab_size: int) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() != (name != "token_ids"):
-            raise InvalidArgument("artifact", f"{directory}: {name} is {tensor.dtype}")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise InvalidArgument("artifact", f"{directory}: {name} holds values that are not finite")
-    token_ids = tensors["token_ids"]
+def _require_ids(directory: Path, token_ids: Tensor, vocab_size: int) -> None:
     ascending = bool((token_ids.diff() > 0).all())
     if token_ids.dtype is not torch.int64 or not ascending or token_ids[0] < 0 or token_ids[-1] >= vocab_size:
         raise InvalidArgument("artifact", f"{directory}: token_ids are not ascending ids of the target")

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from core.drafter_settings import DraftModelSettings
-from core.errors import FailedPrecondition, InvalidArgument
+from core.errors import FailedPrecondition, InvalidArgument, ServiceError
 from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.artifact import draft_model_manifest
@@ -270,6 +270,40 @@ def test_judging_it_again_gives_what_its_manifest_says(by_command: tuple[Path, P
     assert report["judged"].keys() == report["manifest"].keys()
     for name, rates in report["manifest"].items():
         assert report["judged"][name]["rates"] == pytest.approx(rates, abs=0.1)
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused_by_the_token(
+    by_command: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    model, _, out = by_command
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    values = json.loads((copy / "tokenizer.json").read_text())
+    values["added_tokens"][0]["content"] = "<|renamed|>"
+    (copy / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(FailedPrecondition, match=r"token 256 is '<.256.>' for the target"):
+        load(model, copy)
+    (copy / "tokenizer.json").write_text("{")
+    with pytest.raises(ServiceError, match="tokenizer"):
+        load(model, copy)
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(ServiceError, match="tokenizer"):
+        load(model, copy)
+
+
+def test_a_draft_model_that_was_killed_while_it_was_written_again_is_no_model(
+    by_command: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    model, _, out = by_command
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    head, manifest = read_head(copy)
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer.json").mkdir()
+    with pytest.raises(OSError):
+        head.write(copy, manifest, model)
+    with pytest.raises(InvalidArgument, match=r"config\.json: cannot be read"):
+        open_model(copy)
 
 
 def test_more_layers_than_the_target_has_are_refused(soft: tuple[Path, Path], tmp_path: Path) -> None:

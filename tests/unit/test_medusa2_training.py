@@ -1,6 +1,7 @@
 """Medusa-2: heads and backbone learn together, the original teaches, and the result is a model of its own."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from core.errors import InvalidArgument
+from core.drafter_settings import MedusaSettings
+from core.errors import FailedPrecondition, InvalidArgument
 from core.settings import EngineSettings
 from core.tokenizer import Tokenizer
+from decode.drafters.medusa_artifact import read_weights
+from decode.drafters.shipped_heads import shipped_heads
 from decode.drafters.vocabulary import vocabulary_digest
 from engine.engine import Engine
 from engine.weights import layer_shapes, open_model
@@ -119,6 +123,7 @@ def test_losses_are_weighed_and_the_backbone_learns_slower(engine: Engine, model
 class InMemory(FeatureCache):
     def __init__(self, found: list[Features]) -> None:
         self.rollouts = [features.rollout for features in found]
+        self.revision, self.layers = "made up", (0,)
         self._found = found
 
     @property
@@ -205,6 +210,25 @@ def test_the_same_command_again_makes_the_same_model(
     done(f"{line} --epochs 2 --draft-vocab 128 --backbone-layers 1 --threads 1")
     assert open_model(directory).revision() == before
     assert [path.name for path in directory.parent.iterdir() if path.is_dir()] == ["tiny@medusa2"]
+
+
+def test_heads_of_the_original_are_not_served_with_the_model_that_was_made_of_it(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, directory = built
+    original = folder / "tiny"
+    line = f"train medusa --model {original} --rollouts {folder}/rollouts --out {tmp_path}/heads --heads 2"
+    done(f"{line} --epochs 1 --draft-vocab 64 --threads 1 --features {tmp_path}/features")
+    model = tmp_path / "tiny@medusa2"
+    shutil.copytree(directory, model)
+    shutil.rmtree(model / "heads")
+    shutil.copytree(tmp_path / "heads", model / "heads" / "medusa")
+    assert shipped_heads(open_model(model).revision(), tmp_path, model) == {}
+    engine = Engine.load(model, EngineSettings(num_threads=1, num_blocks=8, hidden_layers=(2,)))
+    settings = MedusaSettings(artifact=str(model / "heads" / "medusa"))
+    with pytest.raises(FailedPrecondition, match="was trained for another target"):
+        read_weights(settings, engine, Tokenizer.from_directory(model))
+    engine.close()
 
 
 def test_a_model_of_another_original_is_not_overwritten(

@@ -19,6 +19,7 @@ from engine.engine import Engine
 from engine.weights import open_model
 from tests.support.tiny_heads import DRAFT_VOCAB, make_tiny_head
 from tests.support.tiny_model import make_tiny_model
+from tests.support.tiny_rollouts import done, make_tiny_target
 from training.public_checkpoint import PublicHead, import_eagle3
 
 VOCAB = 300
@@ -94,6 +95,54 @@ def test_the_targets_own_embedding_beside_the_head_is_no_further_tensor(
     import_eagle3(PublicHead(public, target), tmp_path / "out")
 
 
+def test_a_head_over_the_whole_vocabulary_may_leave_the_output_matrix_to_the_target(
+    public: Path, target: Path, tmp_path: Path
+) -> None:
+    words = load((target / "model.safetensors").read_bytes())["model.embed_tokens.weight"]
+
+    def whole(tensors: Tensors) -> None:
+        for name in ("d2t", "t2d", "lm_head.weight"):
+            del tensors[name]
+        tensors["embed_tokens.weight"] = words
+
+    change(public, lambda values: values.pop("draft_vocab_size"), whole)
+    manifest = import_eagle3(PublicHead(public, target), tmp_path / "out")
+    assert manifest.shape["draft_vocab"] == VOCAB
+    held = load((tmp_path / "out" / "model.safetensors").read_bytes())
+    assert torch.equal(held["lm_head.weight"], words)
+
+
+def test_an_import_overwrites_neither_checkpoint_nor_target(
+    public: Path, target: Path, tmp_path: Path
+) -> None:
+    for folder in (public, target):
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(InvalidArgument, match=r"out: .* holds a model; take another folder"):
+            import_eagle3(PublicHead(public, target), folder)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_an_imported_head_can_be_judged(tmp_path: Path) -> None:
+    model, rollouts = make_tiny_target(tmp_path, tokens=700)
+    artifact = make_tiny_head(tmp_path / "artifact", model, "eagle3")
+    config = open_model(model).config
+    values = {
+        "hidden_size": config.hidden_dim,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_dim,
+        "rms_norm_eps": config.norm_epsilon,
+        "draft_vocab_size": DRAFT_VOCAB,
+    }
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public" / "config.json").write_text(json.dumps(values))
+    (artifact / "model.safetensors").rename(tmp_path / "public" / "model.safetensors")
+    done(f"train import {tmp_path}/public --model {model} --out {tmp_path}/out")
+    line = f"train judge {tmp_path}/out --rollouts {rollouts} --model {model} --threads 1 --json"
+    report = json.loads(done(f"{line} --features {tmp_path}/features").stdout)
+    assert len(report["judged"]["all"]["rates"]) == 5
+
+
 def test_layers_may_count_the_embedding(public: Path, target: Path, tmp_path: Path) -> None:
     head = PublicHead(public, target, layers=(1, 2, 3), layer_base=1)
     assert import_eagle3(head, tmp_path / "out").hidden_layers == (0, 1, 2)
@@ -120,6 +169,29 @@ REFUSED: dict[str, tuple[str, Callable[[Values], object], Callable[[Tensors], ob
         keep,
     ),
     "two layers": ("num_hidden_layers is 2", lambda v: v.update(num_hidden_layers=2), keep),
+    "no numbers": ("norm.weight holds", keep, lambda t: t["norm.weight"].fill_(torch.nan)),
+    "bytes": (
+        "fc.weight holds torch.int8",
+        keep,
+        lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}),
+    ),
+    "halves of ids": ("d2t is", keep, lambda t: t.update(d2t=t["d2t"].float())),
+    "a map of two dimensions": ("d2t is", keep, lambda t: t.update(d2t=t["d2t"][None])),
+    "a tensor twice": (
+        "norm.weight is there with and without",
+        keep,
+        lambda t: t.update({"model.norm.weight": t["norm.weight"].clone()}),
+    ),
+    "a list of options": ("eagle_config must be an object", lambda v: v.update(eagle_config=[1]), keep),
+    "no layers": ("layers", lambda v: v.update(eagle_config={"eagle_aux_hidden_state_layer_ids": []}), keep),
+    "layers of text": (
+        "layers 'abc'",
+        lambda v: v.update(eagle_config={"eagle_aux_hidden_state_layer_ids": "abc"}),
+        keep,
+    ),
+    "a scaling by name": ("rope_scaling must be", lambda v: v.update(rope_scaling="linear"), keep),
+    "a base of text": ("rope_theta must be above 0", lambda v: v.update(rope_theta="1e4"), keep),
+    "an epsilon of nothing": ("rms_norm_eps must be above 0", lambda v: v.update(rms_norm_eps=0), keep),
     "no heads": ("num_attention_heads", lambda v: v.pop("num_attention_heads"), keep),
 }
 

@@ -130,6 +130,10 @@ REFUSED: dict[str, tuple[str, Callable[[Tensors], object]]] = {
     "another vocabulary": (r"tensor 0\.1\.weight is \(9, 64\)", put("0.1.weight", torch.ones(9, HIDDEN))),
     "twice": ("with and without", put("medusa_head.0.1.weight", torch.ones(VOCAB, HIDDEN))),
     "no numbers": ("no finite", put("0.0.linear.bias", torch.full((HIDDEN,), torch.nan))),
+    "eight bits": (
+        "holds torch.float8",
+        put("0.0.linear.weight", torch.zeros(HIDDEN, HIDDEN).to(torch.float8_e4m3fn)),
+    ),
     "too many": ("1 to 16", put("16.1.weight", torch.ones(VOCAB, HIDDEN))),
 }
 

@@ -4,15 +4,26 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from core.errors import InvalidArgument
 from tests.support.tiny_model import make_tiny_model
 from tests.support.tiny_rollouts import command, done, make_tiny_target
 from training.curve import CHECKPOINTS, CURVE, read_curve
-from training.plot import plot_run
+from training.plot import _draw_losses, plot_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
+
+
+POINTLESS: tuple[tuple[str, list[str]], ...] = (
+    ("no number", ['{"step": "x"}']),
+    ("text", ['{"step": 1, "losses": "abc"}']),
+    ("no list", ['{"step": 1, "losses": 1}']),
+    ("no length", ['{"step": 1, "rates": [0.5]}']),
+    ("no rate", ['{"step": 1, "rates": [null]}']),
+)
 
 
 def run_with(folder: Path, lines: list[str]) -> Path:
@@ -39,8 +50,36 @@ def test_a_curve_becomes_a_png(count: int, judged_every: int, tmp_path: Path) ->
     assert [path.name for path in out.parent.iterdir()] == ["curve.png"]
 
 
+def test_losses_of_deeper_drafts_are_drawn_where_the_first_steps_have_none(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "losses": [1.0] if step < 6 else [1.0, 2.0]}) for step in range(1, 12)]
+    axes = Figure().subplots()
+    _draw_losses(axes, read_curve(run_with(tmp_path / "run", lines) / CHECKPOINTS))
+    first, second = axes.get_lines()
+    for drawn, begin, loss in ((first, 1, 1.0), (second, 6, 2.0)):
+        xs, ys = (np.asarray(values).tolist() for values in (drawn.get_xdata(), drawn.get_ydata()))
+        assert xs == list(range(begin, 12))
+        assert {*ys} == {loss}
+
+
+def test_a_line_that_was_cut_off_by_a_kill_is_no_point(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", steps(3))
+    with (run / CHECKPOINTS / CURVE).open("a") as file:
+        file.write('{"step": 4, "los')
+    assert [point["step"] for point in read_curve(run / CHECKPOINTS)] == [1, 2, 3]
+    done(f"train plot {run} --out {tmp_path}/curve.png")
+
+
+def test_a_place_that_can_be_no_picture_is_refused(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", steps(3))
+    (tmp_path / "file").touch()
+    for out in (tmp_path, tmp_path / "file" / "curve.png"):
+        refused = command(f"train plot {run} --out {out}")
+        assert refused.exit_code == 2
+        assert "plot: " in refused.stderr
+
+
 def test_what_is_no_curve_is_named(tmp_path: Path) -> None:
-    for name, lines in (("empty", []), ("odd", ["{}"]), ("text", ["hello"]), ("list", ["[1]"])):
+    for name, lines in (("empty", []), ("odd", ["{}"]), ("words", ["hello"]), ("list", ["[1]"]), *POINTLESS):
         with pytest.raises(InvalidArgument, match=r"curve\.jsonl"):
             read_curve(run_with(tmp_path / name, lines) / CHECKPOINTS)
     (tmp_path / "nothing").mkdir()

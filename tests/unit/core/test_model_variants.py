@@ -37,7 +37,22 @@ def test_one_that_was_not_built_is_refused_with_the_command_that_builds_it(tmp_p
     assert str(tmp_path / "models" / "smollm2-135m-instruct@medusa2") in refused.value.message
 
 
-@pytest.mark.parametrize("name", ["tiny@other", "@medusa2", "tiny@", "../tiny@medusa2", "a/b@medusa2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny@other",
+        "@medusa2",
+        "tiny@",
+        "../tiny@medusa2",
+        "a/b@medusa2",
+        "..@medusa2",
+        "tiny@medusa2@medusa2",
+        "tiny@medusa2/..",
+        "tiny\0@medusa2",
+        "tiny\n@medusa2",
+        f"{'a' * 300}@medusa2",
+    ],
+)
 def test_what_is_no_variant_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="NAME@medusa2"):
         resolve_model(name, tmp_path)
@@ -46,3 +61,9 @@ def test_what_is_no_variant_is_refused(name: str, tmp_path: Path) -> None:
 def test_a_model_without_a_name_gives_none_to_its_variant(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no name"):
         variant_directory("/", "medusa2", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name", "a" * 300, "a/" * 3000, "\0"])
+def test_what_can_be_no_path_is_no_model(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="is no alias"):
+        resolve_model(name, tmp_path)
