@@ -124,7 +124,8 @@ class Drafting:
     def propose(self, planned: Sequence[tuple[Choice, PlannedChoice]]) -> dict[int, Draft]:
         """Drafts by choice key; choices without one are missing."""
         drafts: dict[int, Draft] = {}
-        self._asked.clear()
+        for choice, _ in planned:
+            self._asked.pop(choice.key, None)
         for drafter, group in _by_drafter(planned):
             budgets = [
                 DraftBudget(choice.draft_request, plan.draft_length, plan.max_nodes) for choice, plan in group
@@ -143,7 +144,8 @@ class Drafting:
                 fitted = self._guard([choice], lambda: self._fitted(draft, budget))  # noqa: B023
                 if fitted is None:
                     continue
-                self._asked[choice.key] = budget.draft_length, len(fitted.token_ids)
+                if choice.drafting:
+                    self._asked[choice.key] = budget.draft_length, len(fitted.token_ids)
                 if fitted.num_rows:
                     drafts[choice.key] = fitted
         return drafts
@@ -158,10 +160,11 @@ class Drafting:
         return cut_draft(draft, budget.draft_length, budget.max_nodes)
 
     def observe(self, observations: Sequence[tuple[Choice, Observation]]) -> None:
-        """Tell the drafters what became of the step."""
+        """Tell the drafters what became of the step, but for choices that ended in it with another one's failure."""
         groups: dict[int, list[tuple[Choice, Observation]]] = {}
         for choice, observation in observations:
-            groups.setdefault(id(choice.drafter), []).append((choice, observation))
+            if choice.drafting:
+                groups.setdefault(id(choice.drafter), []).append((choice, observation))
         for group in groups.values():
             drafter = group[0][0].drafter
             told = [observation for _, observation in group]

@@ -72,7 +72,8 @@ class PassStepper(Stepper):
     def step(self) -> bool:
         """One step; False where nothing can be stepped and nothing is on its way.
 
-        The last message stays on its way when this returns if another one may be sent behind it.
+        The last message stays on its way when this returns if another one may be sent behind it. Where the only choice
+        had to give way itself there is more to do: its blocks may let others in.
         """
         choices = [choice for choice in self._roster.running.values() if not choice.request.listener.blocked]
         drawn_there = self._last_stage_draws and all(_is_drawn_there(choice) for choice in choices)
@@ -81,7 +82,8 @@ class PassStepper(Stepper):
             return super().step() or settled
         launched = bool(choices) and self._launch(choices)
         followed = launched and any(item.is_pass for item in self._pipe[-1].flown)
-        return self._settle_down_to(1 if followed else 0) or launched
+        settled = self._settle_down_to(1 if followed else 0)
+        return settled or bool(choices)
 
     def _launch(self, choices: Sequence[Choice]) -> bool:
         """Draft for and send what may be sent now: bursts of choices without one on its way, and those ahead."""

@@ -27,7 +27,7 @@ from router.answer import AnswerState
 from router.directory import WorkerDirectory
 from router.dispatch import WorkerLost
 from router.placer import Placer
-from router.policy import DraftPlan
+from router.policy import DraftPlan, keep_drafter
 from router.views import Placement, Prepared, ServedModel
 
 RESUME_WAIT_S = 60.0
@@ -158,6 +158,8 @@ class Attempts:
         worker = placement.decode
         self._streaming = False
         plan = self._services.plan_drafting(self._prepared, worker)
+        if self._numerics_class is not None:
+            plan = keep_drafter(plan, self._outcome.drafter, frozenset(worker.drafters))
         self._state.begin_attempt(plan.fallback)
         self._drafter = plan.speculation.drafter
         loads = self._services.directory.loads

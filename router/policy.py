@@ -10,7 +10,7 @@ File (TOML), each key optional; a class that is missing keeps the default below:
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -104,17 +104,17 @@ def load_policies(policy_file: str | None) -> Mapping[RequestClass, ClassPolicy]
     return parse_policies(text)
 
 
-def _candidates(policy: ClassPolicy, hosted: frozenset[str]) -> tuple[str, ...]:
+def _candidates(requested: SpeculationParams, policy: ClassPolicy, hosted: frozenset[str]) -> tuple[str, ...]:
     """The policy's drafters that are hosted, as far as `none`, behind which none comes; the first where none is.
 
-    Of several only those that keep the answer as it is.
+    Only those that keep the answer as it is, but for a single one that the request allows; `none` where none is left.
     """
     names = policy.preference
-    if len(names) > 1:
+    if len(names) > 1 or not (requested.allow_approximate and requested.verification == "invariant"):
         names = tuple(name for name in names if name not in APPROXIMATE_DRAFTERS)
     known = [name for name in dict.fromkeys(names) if name == NO_DRAFTER or name in hosted]
     drafting = known[: known.index(NO_DRAFTER)] if NO_DRAFTER in known else known
-    return tuple(drafting) or (tuple(known) or policy.preference)[:1]
+    return tuple(drafting) or (*known, *names, NO_DRAFTER)[:1]
 
 
 NO_DRAFTING = DraftPlan(SpeculationParams(NO_DRAFTER), False, "beam search drafts nothing")
@@ -131,7 +131,7 @@ def choose_drafting(
     time, for a named drafter only when an attempt had to move (placement otherwise keeps to workers that host it).
     """
     automatic = requested.drafter == AUTO
-    candidates = _candidates(policy, hosted) if automatic else (requested.drafter,)
+    candidates = _candidates(requested, policy, hosted) if automatic else (requested.drafter,)
     drafter = candidates[0] if len(candidates) == 1 else AUTO
     fixed = requested.draft_length is not None
     length = requested.draft_length if fixed or not automatic else policy.draft_length
@@ -158,3 +158,18 @@ def choose_drafting(
         thinking_length = min(policy.thinking_draft_length, max_draft_length)
         thinking = ThinkingPace(thinking_length, *policy.thinking_markers)
     return DraftPlan(chosen, fixed, reason, fallback, thinking, candidates if drafter == AUTO else ())
+
+
+def keep_drafter(plan: DraftPlan, drafter: str, hosted: frozenset[str]) -> DraftPlan:
+    """`plan` of a later attempt at an answer that began with `drafter`: no worker chooses another one, but for `none`.
+
+    A plan that leaves nothing to choose stays as it is.
+    """
+    if not plan.candidates or drafter == AUTO:
+        return plan
+    reason = f"auto: {drafter}, as before"
+    if drafter != NO_DRAFTER and drafter in hosted:
+        return replace(plan, reason=reason, candidates=(drafter,))
+    chosen = replace(plan.speculation, drafter=NO_DRAFTER, draft_length=0 if plan.fixed else None)
+    fallback = "" if drafter == NO_DRAFTER else "drafter_not_hosted"
+    return replace(plan, speculation=chosen, reason=reason, fallback=fallback, thinking=None, candidates=())

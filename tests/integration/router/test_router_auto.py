@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from core.settings import RouterSettings
+from core.records import SpeculationParams
+from core.settings import ClassPolicy, RouterSettings
 from outrider.v1 import inference_pb2
+from router.policy import choose_drafting, keep_drafter
 from tests.support.router_stand import FAST, Stand, collect, request, router_stand
+from tests.support.scripted_decode import Fault
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -18,8 +21,9 @@ def asked(drafter: str = "auto") -> inference_pb2.GenerateRequest:
 
 
 async def hosting(stand: Stand, *drafters: str) -> None:
-    """Its worker hosts these from now on, and the router knows."""
-    stand.workers[0].drafters = ("none", *drafters)
+    """Its workers host these from now on, and the router knows."""
+    for worker in stand.workers:
+        worker.drafters = ("none", *drafters)
     while set(drafters) - stand.router.directory.offer().drafters:
         await stand.router.directory.changed(1.0)
 
@@ -33,6 +37,33 @@ async def test_the_worker_is_told_what_it_may_choose_from_and_tells_what_it_chos
         assert not seen.draft_length_fixed
         assert reply.started.drafter == reply.finished.speculation.drafter == "ngram"
         assert "medusa, ngram" in reply.started.route_reason
+
+
+async def test_an_answer_that_moves_keeps_the_drafter_that_it_began_with() -> None:
+    async with router_stand(num_workers=2) as stand:
+        await hosting(stand, "medusa", "ngram")
+        for worker in stand.workers:
+            worker.faults.append(Fault("unavailable", 3))
+        message = asked()
+        message.sampling.max_tokens = 20
+        reply = await collect(stand.inference.Generate(message))
+        assert sum(len(worker.fired) for worker in stand.workers) == 2
+        seen = sorted(list(made.auto_drafters) for worker in stand.workers for made in worker.requests)
+        assert seen == [["medusa", "ngram"], ["ngram"], ["ngram"]]
+        assert reply.started.drafter == reply.finished.speculation.drafter == "ngram"
+
+
+@pytest.mark.parametrize(("taken", "fallback"), [("none", ""), ("ngram", "drafter_not_hosted")])
+def test_an_answer_goes_on_without_a_drafter_that_it_did_not_take_or_that_is_not_there(
+    taken: str, fallback: str
+) -> None:
+    hosted = frozenset({"none", "medusa", "eagle3"})
+    policy = ClassPolicy(drafter=("medusa", "eagle3"), draft_length=4)
+    plan = choose_drafting(SpeculationParams(), policy, hosted, 16)
+    kept = keep_drafter(plan, taken, hosted)
+    assert (kept.speculation.drafter, kept.speculation.draft_length) == ("none", None)
+    assert (kept.candidates, kept.fallback) == ((), fallback)
+    assert keep_drafter(kept, "medusa", hosted) == kept
 
 
 async def test_a_drafter_given_by_client_or_policy_is_no_choice(tmp_path: Path) -> None:

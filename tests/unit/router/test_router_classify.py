@@ -1,5 +1,7 @@
 """Classification by rules and what `auto` makes of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from core.clock import SystemClock
@@ -156,6 +158,17 @@ def test_of_several_hosted_drafters_the_worker_chooses_and_a_single_one_is_fixed
     if candidates:
         assert (plan.speculation.draft_length, plan.fixed, plan.fallback) == (5, False, "")
         assert all(name in plan.reason for name in candidates)
+
+
+@pytest.mark.parametrize("drafters", ["bild", ("bild",), ("bild", "cascade"), ("bild", "mtp")])
+def test_no_policy_makes_auto_what_the_request_does_not_allow(drafters: str | tuple[str, ...]) -> None:
+    policy, hosted = ClassPolicy(drafter=drafters), HOSTED | {"bild"}
+    assert choose_drafting(SpeculationParams(), policy, hosted, 16).speculation.drafter == "none"
+    allowing = SpeculationParams(allow_approximate=True)
+    wanted = "bild" if policy.preference == ("bild",) else "none"
+    assert choose_drafting(allowing, policy, hosted, 16).speculation.drafter == wanted
+    typical = replace(allowing, verification="typical")
+    assert choose_drafting(typical, policy, hosted, 16).speculation.drafter == "none"
 
 
 def test_what_the_client_names_is_no_question_to_the_worker() -> None:
