@@ -174,6 +174,7 @@ class Drafting:
         """Called when idle: no drafter holds anything."""
         for drafter in self._drafters.values():
             drafter.check()
+        assert not self._asked, f"drafts are waited for of finished choices: {sorted(self._asked)}"
         self._pace.check()
         self._costs.check()
 
