@@ -24,7 +24,9 @@ APPROXIMATE_DRAFTERS: frozenset[str] = frozenset({"bild", "cascade"})
 PASS_DRAFTER = "pass"
 """The drafter that drafts ahead of a target in two stages; only decode workers with such a target host it."""
 
-NO_PIPELINE = "pass drafts ahead of a target in two stages: serve with engine.pipeline_stages 2"
+NO_PIPELINE = (
+    "pass drafts ahead of a target in two stages: serve with `--prefill 0 --set engine.pipeline_stages=2`"
+)
 """What a request for it is told elsewhere."""
 
 EarlyStopping = Literal[True, False, "never"]

@@ -256,6 +256,8 @@ def load_settings(file: Path | None, overrides: dict[str, Any]) -> ServeSettings
         *parents, leaf = dotted.split(".")
         for name in parents:
             section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise InvalidArgument(dotted, f"{name} is a value ({section!r}), not a section")
         section[leaf] = value
     try:
         return ServeSettings.model_validate(values)
@@ -273,6 +275,8 @@ def load_settings(file: Path | None, overrides: dict[str, Any]) -> ServeSettings
 def _no_such_setting(place: tuple[int | str, ...]) -> str:
     section: type[BaseModel] = ServeSettings
     for name in place[:-1]:
+        if name not in section.model_fields:  # a key of a table whose names are free
+            continue
         annotation = section.model_fields[str(name)].annotation
         parts = [part for part in (annotation, *get_args(annotation)) if isinstance(part, type)]
         section = next(part for part in parts if issubclass(part, BaseModel))

@@ -14,7 +14,7 @@ from core.clock import Clock
 from core.errors import InvalidArgument
 from outrider import AsyncClient, AsyncStream, GenerateOptions, OutriderError
 
-_ARM = re.compile(r"(?P<drafter>[A-Za-z0-9_.-]+)(:(?P<length>\d+)(x(?P<width>\d+))?)?")
+_ARM = re.compile(r"(?P<drafter>[A-Za-z0-9_.@-]+)(:(?P<length>\d+)(x(?P<width>\d+))?)?")
 
 Salting = Literal["arm", "shared", "request"]
 """Who shares cached prefixes: each arm for itself, all arms, or nobody."""

@@ -25,14 +25,14 @@ def add_composed(
     Raises InvalidArgument naming the setting whose drafter is not hosted, or will not do.
     """
     if settings.sequoia is not None:
-        base = _hosted(hosted, settings.sequoia.base, "drafters.sequoia.base")
+        base = _hosted(hosted, settings.sequoia.base, "decode_worker.drafters.sequoia.base")
         if not isinstance(base, TreeDrafting):
             raise InvalidArgument(
-                "drafters.sequoia.base", f"{base.name} cannot draft a tree of a given shape"
+                "decode_worker.drafters.sequoia.base", f"{base.name} cannot draft a tree of a given shape"
             )
         hosted["sequoia"] = SequoiaDrafter(base, settings.sequoia, clock, step_seconds)
     if settings.recursive is not None:
-        model = _hosted(hosted, DraftModelDrafter.name, "drafters.draft_model")
+        model = _hosted(hosted, DraftModelDrafter.name, "decode_worker.drafters.draft_model")
         assert isinstance(model, DraftModelDrafter), "another drafter has the draft model's name"
         hosted["recursive"] = RecursiveDrafter(model, settings.recursive)
     if settings.specinfer is not None:
@@ -48,7 +48,7 @@ def add_pass(hosted: dict[str, Drafter], settings: DraftersSettings) -> None:
 def _specinfer(
     hosted: dict[str, Drafter], settings: DraftersSettings, names: tuple[str, ...]
 ) -> SpecInferDrafter:
-    field = "drafters.specinfer.members"
+    field = "decode_worker.drafters.specinfer.members"
     owners: dict[str, str] = {}
     for name in names:
         _hosted(hosted, name, field)

@@ -93,7 +93,7 @@ class DraftModelDrafter:
         """
         path = Path(settings.model)
         if not path.exists():
-            raise FailedPrecondition("drafters.draft_model.model", f"{path} does not exist")
+            raise FailedPrecondition("decode_worker.drafters.draft_model.model", f"{path} does not exist")
         directory = path if path.is_dir() else path.parent
         num_token_ids = require_same_vocabulary(tokenizer, Tokenizer.from_directory(directory))
         manifest = draft_model_manifest(directory)

@@ -31,7 +31,7 @@ def head_settings(settings: DraftersSettings) -> dict[str, HeadSettings]:
         if base not in KINDS or not at or not version:
             known = ", ".join(KINDS)
             raise InvalidArgument(
-                f"drafters.versions.{name}", f"a name is NAME@VERSION with NAME one of {known}"
+                f"decode_worker.drafters.versions.{name}", f"a name is NAME@VERSION with NAME one of {known}"
             )
     return {name: head for name, head in named.items() if head is not None} | settings.versions
 
@@ -48,7 +48,7 @@ def load_head(name: str, settings: HeadSettings, engine: Engine, tokenizer: Toke
     manifest = read_manifest(directory)
     if manifest.kind != KINDS[base]:
         raise InvalidArgument(
-            f"drafters.{name}.artifact",
+            f"decode_worker.drafters.{name}.artifact",
             f"{directory} holds a draft of kind {manifest.kind}, not {KINDS[base]}",
         )
     require_target(directory, manifest, engine.numerics.model_revision, vocabulary_digest(tokenizer))

@@ -170,9 +170,12 @@ def _exit_layer(settings: LayerSkipSettings, adapter: ExitAdapter | None, engine
     wanted = settings.exit_layer
     if wanted is not None and trained is not None and wanted != trained:
         raise InvalidArgument(
-            "drafters.layerskip.exit_layer", f"{settings.artifact} was trained behind {trained} layers"
+            "decode_worker.drafters.layerskip.exit_layer",
+            f"{settings.artifact} was trained behind {trained} layers",
         )
     exit_layer = wanted or trained or max(1, num_layers // 2)
     if not 1 <= exit_layer <= num_layers:
-        raise InvalidArgument("drafters.layerskip.exit_layer", f"{exit_layer} of {num_layers} layers")
+        raise InvalidArgument(
+            "decode_worker.drafters.layerskip.exit_layer", f"{exit_layer} of {num_layers} layers"
+        )
     return exit_layer

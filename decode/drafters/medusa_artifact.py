@@ -51,7 +51,8 @@ def read_weights(settings: MedusaSettings, engine: Engine, tokenizer: Tokenizer)
     manifest = read_manifest(directory)
     if manifest.kind != KIND:
         raise InvalidArgument(
-            "drafters.medusa.artifact", f"{directory} holds a draft of kind {manifest.kind}, not {KIND}"
+            "decode_worker.drafters.medusa.artifact",
+            f"{directory} holds a draft of kind {manifest.kind}, not {KIND}",
         )
     require_target(directory, manifest, engine.numerics.model_revision, vocabulary_digest(tokenizer))
     sizes = _sizes(directory, manifest)

@@ -66,7 +66,9 @@ def build_drafters(
         draft = DraftModelDrafter.load(settings.draft_model, engine, tokenizer)
         drafters += [draft, *_approximate(settings, draft)]
     elif settings.bild is not None or settings.cascade is not None:
-        raise InvalidArgument("drafters.draft_model", "bild and cascade draft with it: it must be set")
+        raise InvalidArgument(
+            "decode_worker.drafters.draft_model", "bild and cascade draft with it: it must be set"
+        )
     if settings.rest is not None:
         drafters.append(RestDrafter.load(settings.rest, tokenizer, engine.config.vocab_size))
     for name, head in head_settings(settings).items():

@@ -60,7 +60,9 @@ class SequoiaDrafter:
         )
         self._measured: TreeMeasurements | None = None
         if settings.plan is not None:
-            self._measured = read_measurements(Path(settings.plan).expanduser(), "drafters.sequoia.plan")
+            self._measured = read_measurements(
+                Path(settings.plan).expanduser(), "decode_worker.drafters.sequoia.plan"
+            )
         self._acceptance = RankAcceptance(base.needs.max_draft_width, decay=settings.decay)
         self._draft_times = StepTimeTable(most)
         self._plans: dict[int, TreePlan] = {}

@@ -17,7 +17,7 @@ def require_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> int:
         ours, theirs = target.spelling(token_id), draft.spelling(token_id)
         if ours != theirs:
             raise FailedPrecondition(
-                "drafters.draft_model.model",
+                "decode_worker.drafters.draft_model.model",
                 f"token {token_id} is {ours!r} for the target and {theirs!r} for the draft model",
             )
     return shared

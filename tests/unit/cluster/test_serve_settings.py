@@ -129,3 +129,17 @@ def test_a_metrics_port_in_use_is_named() -> None:
         with pytest.raises(FailedPrecondition, match=str(port)) as refused:
             MetricsServer(TelemetrySettings(metrics_port=port), "decode", "decode-0")
     assert refused.value.field == "telemetry.metrics_port"
+
+
+def test_a_key_below_a_value_is_refused_by_name(tmp_path: Path) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text("prefill = 2\n")
+    with pytest.raises(InvalidArgument, match=r"prefill is a value \(2\), not a section") as refused:
+        load_settings(config, {"prefill.chunk_tokens": 64})
+    assert refused.value.field == "prefill.chunk_tokens"
+
+
+def test_a_wrong_key_of_a_named_version_is_refused_by_name() -> None:
+    versions = {"eagle3@next": {"artifct": "x"}}
+    with pytest.raises(InvalidArgument, match="did you mean artifact"):
+        load_settings(None, {"decode_worker.drafters.versions": versions})

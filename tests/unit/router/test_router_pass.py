@@ -8,7 +8,7 @@ from tests.unit.router.test_router_validate import changed, check, speculation
 
 
 def test_pass_is_refused_with_the_setting_where_no_worker_hosts_it() -> None:
-    with pytest.raises(FailedPrecondition, match=r"engine\.pipeline_stages 2") as refused:
+    with pytest.raises(FailedPrecondition, match=r"engine\.pipeline_stages=2") as refused:
         check(changed(speculation(drafter="pass")))
     assert refused.value.field == "speculation.drafter"
 
