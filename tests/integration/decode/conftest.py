@@ -18,6 +18,7 @@ from core.settings import DecodeSettings
 from core.tokenizer import Tokenizer
 from decode.drafters.heads import KINDS
 from decode.drafters.ngram import NgramDrafter
+from decode.drafters.protocol import Drafter
 from engine.engine import Engine
 from tests.support.decode_stand import DecodeStand, decode_stand
 from tests.support.loop_stand import LOOP_ENGINE, KnowingDrafter, LoopStand, SplitLoop, split_engine
@@ -111,7 +112,7 @@ def split_loop(tiny_model: Path, tokenizer: Tokenizer) -> Iterator[SplitLoop]:
     """The target in two stages, with drafters `pass`, `ngram` and `other`; the first one knows what it is told."""
     with split_engine(tiny_model, LOOP_ENGINE) as (engine, last):
         drafter = KnowingDrafter()
-        others = [NgramDrafter(NgramSettings(min_match=1)), KnowingDrafter("other")]
+        others: list[Drafter] = [NgramDrafter(NgramSettings(min_match=1)), KnowingDrafter("other")]
         yield SplitLoop(LoopStand(engine, [drafter, *others], tokenizer), last, drafter)
 
 
