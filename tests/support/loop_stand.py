@@ -177,7 +177,7 @@ class LoopStand:
             ticket=common_pb2.Ticket(),
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
-            speculation=SpeculationParams(drafter=drafter, draft_length=draft_length),
+            speculation=SpeculationParams(drafter=drafter, draft_length=draft_length, draft_width=1),
             draft_length_fixed=draft_length is not None and drafter != "none",
             committed=tuple(
                 CommittedChoice(index, tuple(ids), False) for index, ids in (committed or {}).items()

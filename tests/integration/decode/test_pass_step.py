@@ -35,7 +35,7 @@ def test_every_answer_is_the_plain_one_whatever_becomes_of_the_guesses(
     prompts = [prompt_of(20 + 9 * number, number) for number in range(3)]
     known = [plain_loop.answer(prompt, sampling, "none") for prompt in prompts]
     split_loop.learn(*known)
-    for wrong_every in (0, 1, 3, 5):
+    for wrong_every in (0, 1, 4, 7):
         split_loop.drafter.wrong_every = wrong_every
         for prompt, expected in zip(prompts, known, strict=True):
             assert split_loop.stand.answer(prompt, sampling).token_ids == expected.token_ids
@@ -109,7 +109,7 @@ def test_the_last_stage_begins_the_next_burst_before_the_first_one_has_settled_t
         assert overlapped == stepper.guesses.held == 7
 
 
-@pytest.mark.parametrize("wrong_every", [0, 3])
+@pytest.mark.parametrize("wrong_every", [0, 7])
 @pytest.mark.parametrize("num_blocks", [9, 12])
 def test_preempted_answers_equal_those_that_ran_alone(
     tiny_model: Path, plain_loop: LoopStand, tokenizer: Tokenizer, num_blocks: int, wrong_every: int
@@ -146,7 +146,7 @@ def test_several_choices_share_their_prompt_under_pressure(
         assert stand.answer(prompt, sampling).token_ids == known.token_ids
 
 
-@pytest.mark.parametrize("wrong_every", [0, 2])
+@pytest.mark.parametrize("wrong_every", [0, 6])
 def test_a_request_that_is_dropped_at_any_moment_leaves_nothing_and_hurts_nobody(
     plain_loop: LoopStand, split_loop: SplitLoop, wrong_every: int
 ) -> None:
