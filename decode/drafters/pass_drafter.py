@@ -26,10 +26,9 @@ class PassDrafter:
         self.needs = replace(inner.needs, max_draft_width=1, default_draft_width=1)
 
     @property
-    def promised_rate(self) -> float | None:
-        """See `decode.self_check.Promising`: with a head that does not fit its target this drafter goes, too."""
-        promised: float | None = getattr(self.inner, "promised_rate", None)
-        return promised
+    def parts(self) -> tuple[Drafter, ...]:
+        """See `decode.self_check.Composed`: with a head that does not fit its target this drafter goes, too."""
+        return (self.inner,)
 
     def start(self, request: DraftRequest) -> None:
         """See `Drafter`."""

@@ -14,6 +14,7 @@ from decode.drafters.ngram import NgramDrafter
 from decode.drafters.pass_drafter import PassDrafter
 from decode.drafters.protocol import DraftBudget, Observation
 from decode.drafters.registry import build_drafters
+from decode.self_check import Composed
 from engine.engine import Engine
 from engine.pipeline import PipelinedEngine
 from engine.pipeline_channel import QueueChannel
@@ -87,4 +88,5 @@ def test_it_proposes_what_the_other_one_does_and_leaves_nothing_behind() -> None
         drafter.check()
     drafter.finish(requests[1])
     drafter.check()
-    assert drafter.promised_rate is None
+    assert drafter.parts == (inner,)
+    assert isinstance(drafter, Composed)
