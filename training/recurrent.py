@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from decode.drafters.artifact import ArtifactManifest
 from engine.model_config import ModelConfig
-from training.batch import Batch, TargetHead, Wanted, wanted_of
+from training.batch import Batch, TargetHead, Wanted, computing_dtype, wanted_of
 from training.head import DraftHead
 
 _UNSAID_DEPTH: Final = 5
@@ -65,7 +65,7 @@ class RmsNorm(nn.Module):
         """[..., dim] → [..., dim]"""
         wide = values.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._epsilon)
-        return (wide * scale).to(values.dtype) * self.weight
+        return (wide * scale * self.weight).to(values.dtype)
 
 
 class Attention(nn.Module):
@@ -193,7 +193,7 @@ class RecurrentHead(DraftHead):
 
     def _unrolled(self, batch: Batch, target: TargetHead, depth: int) -> list[Tensor]:
         """`unroll` of a batch: the position of token t is about token t + 2."""
-        embedded = target.embedding[batch.token_ids[:, 1:-1]].float()
+        embedded = target.embedding[batch.token_ids[:, 1:-1]].to(computing_dtype())
         return self.unroll(self.states(batch)[:, :-2], embedded, depth)
 
     def unroll(self, planes: Tensor, embedded: Tensor, num_steps: int) -> list[Tensor]:
@@ -231,26 +231,32 @@ class RecurrentHead(DraftHead):
         attention, shape = self.layer.self_attn, self.shape
         batch, positions, _ = both.shape
         query = rotated(split_heads(attention.q_proj(both), shape.num_heads), rotary)
-        query = query / math.sqrt(shape.head_dim)
         groups = shape.num_heads // shape.num_kv_heads
         key = rotated(split_heads(attention.k_proj(both), shape.num_kv_heads), rotary)
+        value = split_heads(attention.v_proj(both), shape.num_kv_heads)
         keys.append(key.repeat_interleave(groups, dim=1))
-        values.append(
-            split_heads(attention.v_proj(both), shape.num_kv_heads).repeat_interleave(groups, dim=1)
-        )
-        step = len(keys) - 1
-        seen = torch.ones(positions, positions, dtype=torch.bool).tril(-step)
-        scores = (query @ keys[0].transpose(-1, -2)).masked_fill_(~seen, -torch.inf)
-        own = [
-            (query * _shifted(keys[index], step - index, 2)).sum(-1, keepdim=True)
-            for index in range(1, step + 1)
-        ]
-        weights = torch.softmax(torch.cat([scores, *own], dim=-1).float(), dim=-1).to(query.dtype)
-        mixed = weights[..., :positions] @ values[0]
-        for place, index in enumerate(range(1, step + 1)):
-            column = weights[..., positions + place : positions + place + 1]
-            mixed = mixed + column * _shifted(values[index], step - index, 2)
+        values.append(value.repeat_interleave(groups, dim=1))
+        if len(keys) == 1:
+            mixed = functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
+        else:
+            mixed = _mixed(query / math.sqrt(shape.head_dim), keys, values)
         return cast(Tensor, attention.o_proj(mixed.transpose(1, 2).reshape(batch, positions, -1)))
+
+
+def _mixed(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Attention of a step behind the first, as `_attend` says; all [batch, heads, positions, head_dim]."""
+    positions = query.shape[2]
+    step = len(keys) - 1
+    later = range(1, step + 1)
+    unseen = torch.ones(positions, positions, dtype=torch.bool).triu(1 - step)
+    scores = (query @ keys[0].transpose(-1, -2)).masked_fill_(unseen, -torch.inf)
+    own = [(query * _shifted(keys[index], step - index, 2)).sum(-1, keepdim=True) for index in later]
+    weights = torch.softmax(torch.cat([scores, *own], dim=-1), dim=-1)
+    mixed = weights[..., :positions] @ values[0]
+    for index in later:
+        column = weights[..., positions + index - 1, None]
+        mixed = mixed + column * _shifted(values[index], step - index, 2)
+    return mixed
 
 
 def split_heads(rows: Tensor, count: int) -> Tensor:
