@@ -5,6 +5,7 @@ deployment, which `outrider down` ends.
 """
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ NAMESPACE: Final = "outrider"
 _OBJECT_STORE_BYTES: Final = 80 * 2**20
 _PLACEMENT_TIMEOUT_S: Final = 60.0
 _CALLS_AT_ONCE: Final = 8
+_CONNECT_S: Final = 5.0
 
 
 @dataclass(slots=True)
@@ -51,10 +53,13 @@ def start_local_ray(num_workers: int, directory: Path) -> None:
 
 
 def join_ray(address: str) -> None:
-    """Connects to somebody else's Ray."""
+    """Connects to somebody else's Ray. Raises Unavailable, at once where nobody listens: Ray would wait a minute."""
+    host, _, port = address.rpartition(":")
     try:
+        if port.isdigit():
+            socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), _CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE)
-    except (ConnectionError, RayError, ValueError) as error:
+    except (OSError, RayError, ValueError) as error:
         raise Unavailable(f"ray at {address}: {error}") from error
 
 

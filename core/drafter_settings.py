@@ -14,11 +14,11 @@ _HEADS: tuple[PassDrafterName, ...] = ("eagle", "eagle3")
 class NgramSettings(Section):
     """Prompt lookup over prompt and answer."""
 
-    min_match: int = Field(2, ge=1)
-    max_match: int = Field(8, ge=1)
+    min_match: int = Field(2, ge=1, description="Fewest tokens that have to agree.")
+    max_match: int = Field(8, ge=1, description="Most tokens compared.")
     draft_length: int = Field(8, ge=1, le=64, description="Default K.")
     draft_width: int = Field(1, ge=1, le=8, description="Default width; 1 is a chain.")
-    max_draft_length: int = Field(16, ge=1, le=64)
+    max_draft_length: int = Field(16, ge=1, le=64, description="Largest K.")
 
 
 class BildSettings(Section):
@@ -30,8 +30,8 @@ class BildSettings(Section):
     rollback_threshold: float = Field(
         2.0, ge=0, description="-log of the target's probability up to which a draft token is kept."
     )
-    draft_length: int = Field(8, ge=1, le=64)
-    max_draft_length: int = Field(16, ge=1, le=64)
+    draft_length: int = Field(8, ge=1, le=64, description="Default K.")
+    max_draft_length: int = Field(16, ge=1, le=64, description="Largest K.")
 
 
 class CascadeSettings(Section):
@@ -41,20 +41,20 @@ class CascadeSettings(Section):
         0.6, ge=0, le=1, description="Mean of the draft's largest probabilities from which an answer is easy."
     )
     first_tokens: int = Field(4, ge=1, description="Tokens before an answer may become hard.")
-    draft_length: int = Field(16, ge=1, le=64)
-    max_draft_length: int = Field(16, ge=1, le=64)
+    draft_length: int = Field(16, ge=1, le=64, description="Default K.")
+    max_draft_length: int = Field(16, ge=1, le=64, description="Largest K.")
 
 
 class RestSettings(Section):
     """Retrieval from a corpus that `outrider corpus build` made."""
 
     corpus: str = Field(description="Folder of the corpus.")
-    min_match: int = Field(2, ge=1, le=8)
-    max_match: int = Field(8, ge=1, le=8)
+    min_match: int = Field(2, ge=1, le=8, description="Fewest tokens that have to agree.")
+    max_match: int = Field(8, ge=1, le=8, description="Most tokens compared.")
     max_candidates: int = Field(64, ge=1, le=1024, description="Occurrences looked at in one draft.")
     draft_length: int = Field(6, ge=1, le=64, description="Default K.")
     draft_width: int = Field(1, ge=1, le=8, description="Default width; 1 is a chain.")
-    max_draft_length: int = Field(16, ge=1, le=64)
+    max_draft_length: int = Field(16, ge=1, le=64, description="Largest K.")
 
 
 class LookaheadSettings(Section):
@@ -89,7 +89,7 @@ class CacheSettings(Section):
         le=1,
         description="Part of them that others cannot push out; what is beyond it goes first.",
     )
-    min_match: int = Field(3, ge=1, le=64)
+    min_match: int = Field(3, ge=1, le=64, description="Fewest tokens that have to agree.")
     max_match: int = Field(24, ge=1, le=64, description="Tokens of a prompt's end kept with its answer, too.")
     max_candidates: int = Field(
         16, ge=1, le=64, description="Earlier answers that a draft is made of at most."
@@ -100,7 +100,7 @@ class CacheSettings(Section):
     )
     draft_length: int = Field(8, ge=1, le=64, description="Default K.")
     draft_width: int = Field(1, ge=1, le=8, description="Default width; 1 is a chain.")
-    max_draft_length: int = Field(16, ge=1, le=64)
+    max_draft_length: int = Field(16, ge=1, le=64, description="Largest K.")
     share: bool = Field(
         False,
         description="Keep the token ids of answers and of the ends of prompts in Redis, for all workers of the model "
@@ -116,9 +116,9 @@ class DraftModelSettings(Section):
     """A second model with the target's tokenizer."""
 
     model: str = Field(description="Model directory, alias or GGUF file.")
-    draft_length: int = Field(4, ge=1, le=64)
+    draft_length: int = Field(4, ge=1, le=64, description="Default K.")
     draft_width: int = Field(1, ge=1, le=8, description="Default width; 1 is a chain.")
-    max_draft_length: int = Field(8, ge=1, le=64)
+    max_draft_length: int = Field(8, ge=1, le=64, description="Largest K.")
     num_blocks: int | None = Field(None, description="None: as many as the target's.")
     quantisation: Quantisation = Field(
         "none", description="Of the draft's weights; the target keeps its own."
@@ -134,7 +134,7 @@ class HeadSettings(Section):
     )
     draft_length: int = Field(4, ge=1, le=16, description="Default K.")
     draft_width: int = Field(4, ge=1, le=16, description="Default width; 1 is a chain.")
-    max_draft_length: int = Field(8, ge=1, le=16)
+    max_draft_length: int = Field(8, ge=1, le=16, description="Largest K.")
     min_probability: float = Field(
         0.05, ge=0.0, lt=1.0, description="A path that the head thinks less likely is drafted no further."
     )
@@ -161,7 +161,7 @@ class SequoiaSettings(Section):
     )
     draft_length: int = Field(6, ge=1, le=64, description="Default K.")
     draft_width: int = Field(4, ge=1, le=8, description="Default width: most children of a node.")
-    max_draft_length: int = Field(8, ge=1, le=64)
+    max_draft_length: int = Field(8, ge=1, le=64, description="Largest K.")
     replan_steps: int = Field(64, ge=1, description="Steps between two plans.")
     decay: float = Field(0.99, gt=0, lt=1, description="What a trial of a rank leaves of its earlier ones.")
 
@@ -190,7 +190,7 @@ class LayerSkipSettings(Section):
         None, ge=1, description="Layers that a draft runs. None: the artifact's, or half of them without one."
     )
     draft_length: int = Field(3, ge=1, le=64, description="Default K.")
-    max_draft_length: int = Field(8, ge=1, le=64)
+    max_draft_length: int = Field(8, ge=1, le=64, description="Largest K.")
     quantisation: Quantisation = Field("none", description="Of the adapter's weights and its output rows.")
 
 
@@ -200,7 +200,7 @@ class ScriptedSettings(Section):
     script: str = Field(
         description="JSON lines: {prompt_digest, seed, answer} or {mode}; see decode/drafters/scripted.py."
     )
-    max_draft_length: int = Field(16, ge=1, le=64)
+    max_draft_length: int = Field(16, ge=1, le=64, description="Largest K.")
 
 
 class DraftersSettings(Section):

@@ -61,8 +61,8 @@ class PrefillSettings(Section):
     chunk_tokens: int = Field(
         256, ge=16, description="Prompt tokens computed a step; a quarter more where none are left then."
     )
-    max_waiting: int = Field(256, ge=1)
-    max_leases: int = Field(512, ge=1)
+    max_waiting: int = Field(256, ge=1, description="Prompts that wait; more are refused.")
+    max_leases: int = Field(512, ge=1, description="Prompts held for decode workers at once.")
 
 
 class DecodeSettings(Section):
@@ -71,7 +71,7 @@ class DecodeSettings(Section):
     max_running: int = Field(
         32, ge=1, description="Choices in one step at most; a beam search counts as its beam_width."
     )
-    max_waiting: int = Field(256, ge=1)
+    max_waiting: int = Field(256, ge=1, description="Requests that wait; more are refused.")
     step_tokens: int = Field(
         256, ge=8, description="Rows a step at most: nodes, auxiliary nodes, own prefill."
     )
@@ -82,9 +82,13 @@ class DecodeSettings(Section):
     merge_interval_s: float = Field(
         0.25, ge=0, description="Longest wait of a delta for more, where the answer is read as a whole."
     )
-    slow_reader_timeout_s: float = Field(60.0, gt=0)
+    slow_reader_timeout_s: float = Field(
+        60.0, gt=0, description="Longest wait for the router to take a delta."
+    )
     min_speculation_tokens: int = Field(8, ge=0, description="No drafting below this max_tokens.")
-    engine_stall_s: float = Field(60.0, gt=0)
+    engine_stall_s: float = Field(
+        60.0, gt=0, description="Silent for longer, the worker is unhealthy; for twice that, it starts anew."
+    )
     drafter_stall_s: float = Field(
         5.0,
         gt=0,
@@ -128,22 +132,26 @@ class ClassPolicy(Section):
 class RouterSettings(Section):
     """The front door."""
 
-    max_queue: int = Field(256, ge=1)
-    max_in_flight: int = Field(512, ge=1)
-    max_prompt_bytes: int = Field(4 * 2**20, ge=1024)
-    max_tokens_limit: int = Field(32768, ge=1)
-    max_n: int = Field(16, ge=1)
-    max_beam_width: int = Field(16, ge=1)
-    max_draft_length: int = Field(64, ge=1)
+    max_queue: int = Field(256, ge=1, description="Requests that wait for a place; more are refused.")
+    max_in_flight: int = Field(512, ge=1, description="Requests that are answered at once.")
+    max_prompt_bytes: int = Field(4 * 2**20, ge=1024, description="Of text, or of the ids' message.")
+    max_tokens_limit: int = Field(32768, ge=1, description="Largest `max_tokens` that is taken.")
+    max_n: int = Field(16, ge=1, description="Largest `n`.")
+    max_beam_width: int = Field(16, ge=1, description="Largest `beam_width`.")
+    max_draft_length: int = Field(64, ge=1, description="Largest K.")
     max_grammar_bytes: int = Field(2**16, ge=64, le=2**17, description="Of a JSON schema, regex or EBNF.")
     grammar_timeout_s: float = Field(5.0, gt=0, description="Longest compilation of a grammar.")
-    max_attempts: int = Field(4, ge=1)
+    max_attempts: int = Field(4, ge=1, description="Tries of a request, the first one included.")
     policy_file: str | None = Field(
         None, description="TOML: [class.NAME] drafter, draft_length, … Reloadable."
     )
-    registry_poll_s: float = Field(0.5, gt=0)
-    stale_report_s: float = Field(10.0, gt=0)
-    ticket_lifetime_s: float = Field(600.0, gt=0)
+    registry_poll_s: float = Field(0.5, gt=0, description="Between two looks at who is there.")
+    stale_report_s: float = Field(
+        10.0, gt=0, description="A worker that has not reported for so long gets no requests."
+    )
+    ticket_lifetime_s: float = Field(
+        600.0, gt=0, description="Of the signed right to fetch and decode one prompt."
+    )
     slow_reader_timeout_s: float = Field(
         60.0, gt=0, description="Longest wait for a client to take a message."
     )
@@ -152,19 +160,19 @@ class RouterSettings(Section):
 class GrpcSettings(Section):
     """Both ends of every channel take these; see core/grpc_options.py."""
 
-    max_message_bytes: int = Field(8 * 2**20, ge=2**20)
-    keepalive_time_s: float = Field(10.0, gt=0)
-    keepalive_timeout_s: float = Field(5.0, gt=0)
-    min_ping_interval_s: float = Field(5.0, gt=0)
+    max_message_bytes: int = Field(8 * 2**20, ge=2**20, description="Of one message.")
+    keepalive_time_s: float = Field(10.0, gt=0, description="Silence after which a peer is pinged.")
+    keepalive_timeout_s: float = Field(5.0, gt=0, description="Wait for its answer.")
+    min_ping_interval_s: float = Field(5.0, gt=0, description="Pings closer than that are refused.")
 
 
 class RegistrySettings(Section):
     """Heartbeats and the control state in Redis."""
 
-    heartbeat_s: float = Field(0.5, gt=0)
-    ttl_s: float = Field(3.0, gt=0)
+    heartbeat_s: float = Field(0.5, gt=0, description="Between two reports of a worker.")
+    ttl_s: float = Field(3.0, gt=0, description="A worker is gone so long after its last report.")
     key_prefix: str = "outrider"
-    command_timeout_s: float = Field(1.0, gt=0)
+    command_timeout_s: float = Field(1.0, gt=0, description="Longest wait for Redis.")
 
 
 class TelemetrySettings(Section):
@@ -189,8 +197,14 @@ class SecuritySettings(Section):
     ticket_keys: tuple[str, ...] = Field(
         (), description="Hex HMAC keys, the signing one first; two while rotating.", repr=False
     )
-    bearer_token: str | None = Field(None, repr=False)
-    cache_salt_secret: str | None = Field(None, repr=False)
+    bearer_token: str | None = Field(
+        None, repr=False, description="What clients have to show. None: OUTRIDER_TOKEN, else nothing."
+    )
+    cache_salt_secret: str | None = Field(
+        None,
+        repr=False,
+        description="Key of cache salts' digests. None: OUTRIDER_CACHE_SALT_SECRET, else drawn.",
+    )
 
 
 class ServeSettings(Section):
@@ -202,8 +216,8 @@ class ServeSettings(Section):
     listen: str = "127.0.0.1:50051"
     ray_address: str | None = None
     redis_url: str | None = None
-    drain_grace_s: float = Field(10.0, ge=0)
-    start_timeout_s: float = Field(300.0, gt=0)
+    drain_grace_s: float = Field(10.0, ge=0, description="Time that running answers get at the end.")
+    start_timeout_s: float = Field(300.0, gt=0, description="Longest wait for the workers to be ready.")
     engine: EngineSettings = EngineSettings()
     handoff: HandoffSettings = HandoffSettings()
     prefill_worker: PrefillSettings = PrefillSettings()

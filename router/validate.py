@@ -181,7 +181,7 @@ def _check_speculation(
         if drafter == PASS_DRAFTER:
             raise FailedPrecondition("speculation.drafter", NO_PIPELINE)
         names = ", ".join(sorted({AUTO, NO_DRAFTER} | offer.drafters))
-        raise InvalidArgument("speculation.drafter", f"{drafter!r} is not offered; {names} are")
+        raise InvalidArgument("speculation.drafter", f"{drafter!r} is not offered here; {names} are")
     if message.verification not in common_pb2.Verification.values():
         raise InvalidArgument(
             "speculation.verification", f"{message.verification} is not a verification mode"

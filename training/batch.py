@@ -7,6 +7,7 @@ when its planes are known up to token s and token s + 1 is its root: depth d (fr
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 import torch
@@ -27,32 +28,43 @@ class Batch:
     planes: Tensor  # [batch, tokens, num_planes · hidden_dim]
     final: Tensor  # [batch, tokens, hidden_dim]: from row t follows how token t + 1 is distributed
     best_ids: Tensor  # [batch, tokens] int64: the target's best token t + 1
-    answer: Tensor  # [batch, tokens] bool: token t is of the answer
+    counted: Tensor  # [batch, tokens] bool: token t is one to be learnt
     """
 
     token_ids: Tensor
     planes: Tensor
     final: Tensor
     best_ids: Tensor
-    answer: Tensor
+    counted: Tensor
 
 
-def make_batch(found: Sequence[Features], max_tokens: int) -> Batch:
-    """Pads the features of rollouts to one length; longer ones are cut to `max_tokens`."""
+def make_batch(found: Sequence[Features], max_tokens: int, first: int | None = None) -> Batch:
+    """Pads the features of rollouts to one length; longer ones are cut to `max_tokens`.
+
+    What counts is the answer or, where `first` is given, every token from that one on: user turns are the target's
+    own words as well.
+    """
     lengths = [min(len(features.rollout.token_ids), max_tokens) for features in found]
     shape = (len(found), max(lengths))
     hidden_dim = found[0].final.shape[1]
     token_ids, best_ids = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     planes = torch.zeros(*shape, found[0].planes.shape[1] * hidden_dim)
     final = torch.zeros(*shape, hidden_dim)
-    answer = torch.zeros(shape, dtype=torch.bool)
+    counted = torch.zeros(shape, dtype=torch.bool)
     for row, (features, length) in enumerate(zip(found, lengths, strict=True)):
         token_ids[row, :length] = torch.tensor(features.rollout.token_ids[:length])
         best_ids[row, :length] = features.best_ids[:length]
         planes[row, :length] = features.planes[:length].flatten(1)
         final[row, :length] = features.final[:length]
-        answer[row, features.rollout.answer_start : length] = True
-    return Batch(token_ids, planes, final, best_ids, answer)
+        answer_start = features.rollout.answer_start
+        counted[row, answer_start if first is None else min(first, answer_start) : length] = True
+    return Batch(token_ids, planes, final, best_ids, counted)
+
+
+def common_start(rollouts: Sequence[Rollout]) -> int:
+    """Tokens that all of them begin with: the head of the chat template."""
+    columns = zip(*(rollout.token_ids[: rollout.answer_start] for rollout in rollouts), strict=False)
+    return sum(1 for _ in takewhile(lambda column: len({*column}) == 1, columns))
 
 
 def trained_tokens(rollout: Rollout, max_tokens: int) -> int:
@@ -137,20 +149,20 @@ class Wanted:
 
 @torch.no_grad()
 def wanted_of(batch: Batch, target: ReducedTarget, depth: int) -> Wanted:
-    """Answer tokens whose best id may be drafted and that drafts of all depths up to `depth` reach.
+    """Tokens that count, whose best id may be drafted and that drafts of all depths up to `depth` reach.
 
     Computed once a batch: every depth, and every head of several, is held against the same distribution.
     """
-    counted = batch.answer.clone()
+    counted = batch.counted.clone()
     counted[:, : depth + 1] = False
     counted[:, 1:] &= target.draftable[batch.best_ids[:, :-1]]
     rows, tokens = counted.nonzero(as_tuple=True)
     return Wanted(rows, tokens, target.probs(batch.final[rows, tokens - 1]))
 
 
-def answer_places(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Rows and tokens [n] int64 of all answer tokens that have one before them."""
-    counted = batch.answer.clone()
+def counted_places(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Rows and tokens [n] int64 of all tokens that count and have one before them."""
+    counted = batch.counted.clone()
     counted[:, :1] = False
     rows, tokens = counted.nonzero(as_tuple=True)
     return rows, tokens

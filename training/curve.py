@@ -22,7 +22,7 @@ class Curve:
     """Appends to a file; each line is whole once `add` returns."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Lines of steps past `step` are dropped: they belong to steps that will be taken again.
+        """Lines of steps past `step` are dropped, all of them where it is 0: those steps will be taken again.
 
         Raises InvalidArgument where the file is something else.
         """
@@ -31,7 +31,8 @@ class Curve:
         if path.exists():
             try:
                 lines = path.read_text().splitlines(keepends=True)
-                kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+                whole = [line for line in lines if line.endswith("\n")]
+                kept = [line for line in whole if json.loads(line)["step"] <= step] if step else []
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise InvalidArgument("out", f"{path} is no curve of a training: {error}") from error
         with written_whole(path) as beside:

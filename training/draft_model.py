@@ -19,7 +19,7 @@ from decode.drafters.artifact import DRAFT_MODEL, ArtifactManifest, write_manife
 from engine.model_config import ModelConfig
 from engine.truncate import first_layers, write_layers
 from engine.weights import ModelFiles, open_model
-from training.batch import Batch, TargetHead, answer_places
+from training.batch import Batch, TargetHead, counted_places
 from training.head import DraftHead
 from training.llama_stack import LlamaStack
 from training.loss import distilled_cross_entropy
@@ -55,13 +55,14 @@ class DraftModel(DraftHead):
             "vocab_size": self._vocab_size,
         }
 
-    def begin(self, files: ModelFiles) -> None:
+    def begin(self, files: ModelFiles, target: TargetHead) -> None:
         """The target's first layers and last norm."""
+        del target
         self.stack.read(files)
 
     def losses(self, batch: Batch, target: TargetHead) -> list[Tensor]:
         """See `DraftHead`; one, which holds for every depth: accepted tokens are the rollout's."""
-        rows, tokens = answer_places(batch)
+        rows, tokens = counted_places(batch)
         hidden = self._states(batch, target)[rows, tokens - 1]
         return [distilled_cross_entropy(hidden, batch.final[rows, tokens - 1], target.output)]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from core.errors import InvalidArgument
 from decode.drafters.artifact import ArtifactManifest
 from engine.model_config import ModelConfig
+from engine.weights import ModelFiles
 from training.batch import Batch, TargetHead, Wanted
 from training.loss import soft_cross_entropy
 from training.recurrent import HeadShape, Layer, RecurrentHead, RmsNorm, stored_shape
@@ -61,6 +62,12 @@ class Eagle3Head(RecurrentHead):
         """A head that the artifact's tensors fit. Raises as `stored_shape`."""
         shape, depth = stored_shape(manifest)
         return cls(shape, range(shape.draft_vocab), depth)
+
+    def begin(self, files: ModelFiles, target: TargetHead) -> None:
+        """Output matrix and norm start as the target's."""
+        del files
+        self.norm.load_state_dict({"weight": target.final_norm})
+        self.lm_head.load_state_dict({"weight": target.output[self.target_ids]})
 
     @property
     def layer(self) -> Layer:

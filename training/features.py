@@ -31,7 +31,7 @@ class Features:
 
     planes: Tensor  # [tokens, captured layers, hidden_dim]
     final: Tensor  # [tokens, hidden_dim]: from row t follows how token t + 1 is distributed
-    best_ids: Tensor  # [tokens] int64: the target's best token t + 1, wherever token t + 1 is of the answer
+    best_ids: Tensor  # [tokens] int64: the target's best token t + 1; in the user turn of a greedy rollout the next one
     """
 
     rollout: Rollout

@@ -62,7 +62,7 @@ class DraftHead(nn.Module, ABC):
         """All that is trained, in groups, each with its share of the plan's learning rate."""
         return [(1.0, list(self.parameters()))]
 
-    def begin(self, files: ModelFiles) -> None:
+    def begin(self, files: ModelFiles, target: TargetHead) -> None:
         """Take from the target what training starts from; called once for a fresh head. Here: nothing."""
 
     def tensors(self) -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ class MedusaHeads(DraftHead):
     def losses(self, batch: Batch, target: TargetHead) -> list[Tensor]:
         """Cross-entropy of head i at token t - 1 - i against the target's distribution of token t.
 
-        Counted where the target's own best token may be drafted and token t is of the answer. The paper takes the true
+        Counted where the target's own best token may be drafted and token t counts. The paper takes the true
         token instead of the distribution, which says less about each place.
         """
         wanted = wanted_of(batch, target.reduced(self.target_ids), self.depth)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from core.errors import InvalidArgument
 from engine.model_config import ModelConfig
 from engine.weights import ModelFiles
-from training.batch import Batch, TargetHead, answer_places, wanted_of
+from training.batch import Batch, TargetHead, counted_places, wanted_of
 from training.head import DEPTH_DECAY, DraftHead
 from training.llama_stack import LlamaStack
 from training.loss import distilled_cross_entropy
@@ -54,8 +54,9 @@ class Medusa2(DraftHead):
         backbone = {"backbone_layers": len(self.stack.model.layers), "backbone_share": self._backbone_share}
         return {**self.heads.sizes(), **backbone}
 
-    def begin(self, files: ModelFiles) -> None:
+    def begin(self, files: ModelFiles, target: TargetHead) -> None:
         """The target's last layers and last norm."""
+        del target
         self.stack.read(files)
 
     def loss_weight(self, place: int) -> float:
@@ -70,7 +71,7 @@ class Medusa2(DraftHead):
     def losses(self, batch: Batch, target: TargetHead) -> list[Tensor]:
         """The backbone's, then those of the heads."""
         final = self.states(batch, target)
-        rows, tokens = answer_places(batch)
+        rows, tokens = counted_places(batch)
         places = rows, tokens - 1
         own = distilled_cross_entropy(final[places], batch.final[places], target.output)
         wanted = wanted_of(batch, target.reduced(self.target_ids), self.depth)
@@ -90,7 +91,7 @@ class Medusa2(DraftHead):
 
     def agreement(self, batch: Batch, target: TargetHead) -> tuple[int, int]:
         """Answer tokens at which the trained model's best token is the original's, and all of them."""
-        rows, tokens = answer_places(batch)
+        rows, tokens = counted_places(batch)
         ours = best_ids(self.states(batch, target)[rows, tokens - 1], target.output, 1)[:, 0]
         return int((ours == batch.best_ids[rows, tokens - 1]).sum()), len(rows)
 

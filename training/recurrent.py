@@ -114,7 +114,7 @@ class RecurrentHead(DraftHead):
     """See the module. `d2t` [draft_vocab] int64: target id of a draft id, less the draft id.
 
     Loss: cross-entropy against the target's whole distribution over the draft vocabulary, where the target's own best
-    token is in it and the token belongs to the answer.
+    token is in it and the token counts.
     """
 
     d2t: Tensor

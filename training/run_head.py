@@ -120,7 +120,7 @@ def begin(
     torch.manual_seed(run.plan.seed)
     ids = draft_vocabulary(kept, min(run.options.draft_vocab, config.vocab_size))
     head = run.options.make(config, ids)
-    head.begin(files)
+    head.begin(files, target)
     _require_judged(held, head.depth)
     return Begun(head, target, training, judging, recipe, config)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from core.errors import InvalidArgument
 from core.whole_file import written_whole
-from training.batch import Batch, TargetHead, make_batch, trained_tokens
+from training.batch import Batch, TargetHead, common_start, make_batch, trained_tokens
 from training.curve import CURVE, Curve
 from training.features import FeatureCache, Features
 from training.head import DraftHead
@@ -97,6 +97,7 @@ class Trainer:
             raise InvalidArgument("rollouts", "none of them has an answer that is long enough to train on")
         self._target = target
         self._features = features
+        self._first = common_start(features.rollouts)
         self._plan = plan
         self._folder = folder
         self._watched = watched
@@ -118,9 +119,11 @@ class Trainer:
         Raises InvalidArgument where loss or weights are no numbers any more; the last checkpoint stays.
         """
         self.head.train()
+        if self.progress.step == 0:
+            self._watch()
         while not self.done:
             for found in islice(self._batches(), self.progress.batch, None):
-                losses = self._step(make_batch(found, self._plan.max_tokens))
+                losses = self._step(make_batch(found, self._plan.max_tokens, self._first))
                 self.progress.batch += 1
                 self.progress.tokens += sum(
                     trained_tokens(features.rollout, self._plan.max_tokens) for features in found
@@ -259,17 +262,23 @@ class Trainer:
         line = {"step": progress.step, "epoch": progress.epoch, "tokens": progress.tokens}
         rate = self._optimiser.param_groups[0]["lr"]
         self._curve.add({**line, "learning_rate": rate, "losses": [round(loss, 5) for loss in losses]})
-        if self._watched and (progress.step % self._plan.save_steps == 0 or self.done):
-            judged = judge(self.head, self._target, self._watched)["all"]
-            self._curve.add(
-                {
-                    "step": progress.step,
-                    "tokens": progress.tokens,
-                    "acceptance_length": round(judged.acceptance_length, 4),
-                    "rates": [round(rate, 4) for rate in judged.rates],
-                }
-            )
-            self.head.train()
+        if progress.step % self._plan.save_steps == 0 or self.done:
+            self._watch()
+
+    def _watch(self) -> None:
+        """A line of the curve: what the head reaches on the watched rollouts."""
+        if not self._watched:
+            return
+        judged = judge(self.head, self._target, self._watched)["all"]
+        self._curve.add(
+            {
+                "step": self.progress.step,
+                "tokens": self.progress.tokens,
+                "acceptance_length": round(judged.acceptance_length, 4),
+                "rates": [round(rate, 4) for rate in judged.rates],
+            }
+        )
+        self.head.train()
 
 
 def _total_tokens(plan: TrainingPlan, features: FeatureCache) -> int:

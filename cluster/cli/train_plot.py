@@ -14,7 +14,7 @@ def plot_command(
     ],
     out: Annotated[Path, typer.Option(help="PNG file.")],
 ) -> None:
-    """Loss and held acceptance by step, as a PNG. Needs matplotlib: `pip install outrider[plots]`."""
+    """Loss and held acceptance by step, as a PNG. Needs matplotlib, which the extra `plots` of outrider brings."""
     from training.plot import plot_run
 
     with o.refusals():

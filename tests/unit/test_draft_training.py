@@ -21,7 +21,7 @@ from engine.truncate import truncate_model
 from engine.weights import open_model
 from tests.support.tiny_model import make_tiny_model
 from tests.support.tiny_rollouts import command, done, make_tiny_target
-from training.batch import TargetHead, answer_places, make_batch
+from training.batch import TargetHead, counted_places, make_batch
 from training.draft_model import DraftModel, DraftModelOptions
 from training.features import Features, compute
 from training.heads import read_head
@@ -121,8 +121,8 @@ def test_loss_and_drafts_are_those_of_the_truncated_model(
     engine: Engine, model: Path, tmp_path: Path
 ) -> None:
     draft = DraftModelOptions(2, 3).make(engine.config, range(VOCAB))
-    draft.begin(open_model(model))
     target = target_of(engine)
+    draft.begin(open_model(model), target)
     found = [made_up(engine, number, length) for number, length in ((0, 9), (1, 14))]
     batch = make_batch(found, 100)
     cut = Engine.load(truncate_model(model, 2, tmp_path / "cut"), SETTINGS)
@@ -156,7 +156,7 @@ def soft(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def divergence(draft: DraftModel, target: TargetHead, found: list[Features]) -> float:
     """Mean KL of the target from the draft over answer tokens."""
     batch = make_batch(found, 100)
-    rows, tokens = answer_places(batch)
+    rows, tokens = counted_places(batch)
     said = torch.softmax(batch.final[rows, tokens - 1] @ target.output.T, -1)
     entropy = -(said * said.log()).sum(-1).mean()
     return float(draft.losses(batch, target)[0] - entropy)
@@ -191,8 +191,8 @@ def test_training_teaches_it_more_than_the_layers_it_began_as(
     rollouts = list(RolloutStore(soft[1], read_recipe(soft[1])))
     kept = [compute(engine, rollout) for rollout in rollouts if not is_held(rollout)]
     fresh = DraftModelOptions(1, 3).make(engine.config, range(300))
-    fresh.begin(open_model(soft[0]))
     target = target_of(engine)
+    fresh.begin(open_model(soft[0]), target)
     before, after = (divergence(draft, target, kept) for draft in (fresh, again))
     assert after < 0.7 * before
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.weights import open_model
 from tests.support.made_up_features import IDS, VOCAB, made_up, target_of
+from tests.support.tiny_model import make_tiny_model
 from training.batch import make_batch
 from training.eagle3 import Eagle3Head
 from training.recurrent import HeadShape
@@ -133,7 +136,7 @@ def test_the_gradient_is_that_of_the_plain_cross_entropy() -> None:
     ours, plain = make_head(), make_head()
     torch.stack(ours.losses(batch, target)).sum().backward()  # type: ignore[no-untyped-call]
     reduced = torch.tensor(IDS)
-    counted = batch.answer.clone()
+    counted = batch.counted.clone()
     counted[:, 1:] &= torch.isin(batch.best_ids[:, :-1], reduced)
     rows, tokens = counted.nonzero(as_tuple=True)
     wanted = torch.softmax(batch.final[rows, tokens - 1] @ target.output[reduced].T, -1)
@@ -158,6 +161,13 @@ def test_drafts_behind_a_start_are_those_of_one_position_at_a_time() -> None:
     for place, start in enumerate(starts.tolist()):
         for depth, logits in enumerate(drafted(head, batch.planes[0], embedded, start + 1, 3)):
             assert ids[place, depth].tolist() == [IDS[int(best)] for best in logits.topk(4).indices]
+
+
+def test_it_begins_with_the_targets_output_matrix_and_norm(tmp_path: Path) -> None:
+    head, target = make_head(), target_of()
+    head.begin(open_model(make_tiny_model(tmp_path)), target)
+    assert torch.equal(head.lm_head.weight, target.output[list(IDS)])
+    assert torch.equal(head.norm.weight, target.final_norm)
 
 
 def test_other_ids_than_the_shape_has_are_refused() -> None:

@@ -67,7 +67,7 @@ def batch_of(engine: Engine) -> Batch:
 
 def fresh(engine: Engine, model: Path, backbone_layers: int | None = 2) -> Medusa2:
     head = Medusa2Options(200, 3, backbone_layers).make(engine.config, IDS)
-    head.begin(open_model(model))
+    head.begin(open_model(model), target_of(engine))
     return head
 
 
@@ -83,7 +83,7 @@ def test_it_begins_as_the_target_with_heads_that_say_the_next_token(
     assert total == 12 - 4 + 17 - 4
     assert same == total
     first, *others = head.losses(batch, target)
-    probs = torch.softmax(batch.final[batch.answer.roll(-1, 1)] @ target.output.T, -1)
+    probs = torch.softmax(batch.final[batch.counted.roll(-1, 1)] @ target.output.T, -1)
     torch.testing.assert_close(first, -(probs * probs.log()).sum(-1).mean(), atol=1e-3, rtol=1e-3)
     assert len(others) == 3
 

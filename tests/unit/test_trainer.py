@@ -15,7 +15,7 @@ from core.settings import EngineSettings
 from engine.engine import Engine
 from tests.support.made_up_features import HIDDEN, IDS, CacheInMemory, followable, followable_cache, target_of
 from tests.support.tiny_model import make_tiny_model
-from training.batch import TargetHead, draft_vocabulary, make_batch, trained_tokens
+from training.batch import TargetHead, common_start, draft_vocabulary, make_batch, trained_tokens
 from training.eagle3 import Eagle3Head
 from training.features import FeatureCache, Features, compute
 from training.head import DraftHead
@@ -169,7 +169,8 @@ def test_training_raises_acceptance(make: Callable[[], DraftHead], tmp_path: Pat
     assert after.offered[1] == after.accepted[0]
     points = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
     judged = [point for point in points if "rates" in point]
-    assert [point["step"] for point in judged] == [40, 80, 120, 160]
+    assert [point["step"] for point in judged] == [0, 40, 80, 120, 160]
+    assert judged[0]["acceptance_length"] == pytest.approx(before, abs=1e-3)
     assert judged[-1]["acceptance_length"] == pytest.approx(after.acceptance_length, abs=1e-3)
 
 
@@ -229,10 +230,20 @@ def test_a_batch_is_padded_and_cut() -> None:
     batch = make_batch(found, 7)
     assert batch.token_ids.shape == (2, 7)
     assert batch.token_ids[1, 5:].tolist() == [0, 0]
-    assert batch.answer.sum(1).tolist() == [3, 1]
+    assert batch.counted.sum(1).tolist() == [3, 1]
     assert [trained_tokens(features.rollout, 7) for features in found] == [3, 1]
     assert torch.equal(batch.planes[0, :7], found[0].planes[:7].flatten(1))
     assert torch.equal(batch.best_ids[0, :7], found[0].best_ids[:7])
+
+
+def test_user_turns_are_learnt_from_behind_the_template_s_head() -> None:
+    target = target_of()
+    found = [followable(0, target, length=9), followable(1, target, length=9)]
+    shared = common_start([features.rollout for features in found])
+    assert shared < found[0].rollout.answer_start
+    batch = make_batch(found, 7, shared)
+    assert batch.counted.sum(1).tolist() == [7 - shared] * 2
+    assert make_batch(found, 7, 100).counted.tolist() == make_batch(found, 7).counted.tolist()
 
 
 @pytest.fixture
