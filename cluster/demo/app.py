@@ -1,8 +1,8 @@
 """The demo: a real model answers through the whole system, with every drafter, and the texts are compared.
 
-It starts `outrider serve` with one prefill and one decode worker, asks four prompts with `none`, `ngram`,
-`draft_model` and `auto`, and prints acceptance, speed and one trace. Its exit code is 1 where any text is not
-the one of `none`, or the trace is incomplete.
+It starts `outrider serve` with one prefill and one decode worker, asks four prompts with `none`, `ngram`, the heads
+that ship (`eagle3`, `medusa`), `draft_model` and `auto`, and prints acceptance, speed and one trace. Its exit code is 1
+where any text is not the one of `none`, or the trace is incomplete.
 """
 
 import tempfile
@@ -68,7 +68,7 @@ class Demo:
         return stream.result, rest / seconds if seconds > 0 else 0.0
 
     def ask_with_every_drafter(self, prompt: DemoPrompt) -> tuple[list[Shown], list[Result]]:
-        """One prompt four times; the first answer, plain decoding's, is what the others are compared with."""
+        """One prompt with each; the first answer, plain decoding's, is what the others are compared with."""
         how = f"temperature {prompt.temperature:g}" if prompt.temperature else "greedy"
         self._console.rule(f"[bold]{prompt.title}[/bold] ({how})", align="left", style="dim")
         self._console.print(Text(prompt.text, style="dim"))

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-DRAFTERS: dict[str, int | None] = {"none": None, "ngram": 8, "draft_model": 2, "auto": None}
+DRAFTERS: dict[str, int | None] = {
+    "none": None,
+    "ngram": 8,
+    "eagle3": None,
+    "medusa": None,
+    "draft_model": 2,
+    "auto": None,
+}
 """Each with the draft length asked for; with None the worker's controller moves it, as measured speed tells."""
 MAX_TOKENS = 48
 
