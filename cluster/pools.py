@@ -59,7 +59,7 @@ def join_ray(address: str) -> None:
         if port.isdigit():
             socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), _CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE)
-    except (OSError, RayError, ValueError) as error:
+    except (OSError, OverflowError, RayError, ValueError) as error:
         raise Unavailable(f"ray at {address}: {error}") from error
 
 

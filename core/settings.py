@@ -83,7 +83,7 @@ class DecodeSettings(Section):
         0.25, ge=0, description="Longest wait of a delta for more, where the answer is read as a whole."
     )
     slow_reader_timeout_s: float = Field(
-        60.0, gt=0, description="Longest wait for the router to take a delta."
+        60.0, gt=0, description="How long a full outbox may hold a request up."
     )
     min_speculation_tokens: int = Field(8, ge=0, description="No drafting below this max_tokens.")
     engine_stall_s: float = Field(
@@ -133,7 +133,7 @@ class RouterSettings(Section):
     """The front door."""
 
     max_queue: int = Field(256, ge=1, description="Requests that wait for a place; more are refused.")
-    max_in_flight: int = Field(512, ge=1, description="Requests that are answered at once.")
+    max_in_flight: int = Field(512, ge=1, description="Requests answered at the same time.")
     max_prompt_bytes: int = Field(4 * 2**20, ge=1024, description="Of text, or of the ids' message.")
     max_tokens_limit: int = Field(32768, ge=1, description="Largest `max_tokens` that is taken.")
     max_n: int = Field(16, ge=1, description="Largest `n`.")
@@ -141,13 +141,15 @@ class RouterSettings(Section):
     max_draft_length: int = Field(64, ge=1, description="Largest K.")
     max_grammar_bytes: int = Field(2**16, ge=64, le=2**17, description="Of a JSON schema, regex or EBNF.")
     grammar_timeout_s: float = Field(5.0, gt=0, description="Longest compilation of a grammar.")
-    max_attempts: int = Field(4, ge=1, description="Tries of a request, the first one included.")
+    max_attempts: int = Field(
+        4, ge=1, description="A request that has lost so many workers ends; full ones do not count."
+    )
     policy_file: str | None = Field(
         None, description="TOML: [class.NAME] drafter, draft_length, … Reloadable."
     )
     registry_poll_s: float = Field(0.5, gt=0, description="Between two looks at who is there.")
     stale_report_s: float = Field(
-        10.0, gt=0, description="A worker that has not reported for so long gets no requests."
+        10.0, gt=0, description="Silent for longer, a worker is taken only where no other is left."
     )
     ticket_lifetime_s: float = Field(
         600.0, gt=0, description="Of the signed right to fetch and decode one prompt."
@@ -170,7 +172,7 @@ class RegistrySettings(Section):
     """Heartbeats and the control state in Redis."""
 
     heartbeat_s: float = Field(0.5, gt=0, description="Between two reports of a worker.")
-    ttl_s: float = Field(3.0, gt=0, description="A worker is gone so long after its last report.")
+    ttl_s: float = Field(3.0, gt=0, description="How long a worker's report stays in Redis.")
     key_prefix: str = "outrider"
     command_timeout_s: float = Field(1.0, gt=0, description="Longest wait for Redis.")
 

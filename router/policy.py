@@ -1,6 +1,6 @@
 """What `auto` means: a class of requests → a drafter and a starting K. A file of the operator's may change it.
 
-File (TOML), each key optional; a class that is missing keeps the default below:
+File (TOML); a class or a key that is missing keeps the default below:
     [class.code]
     drafter = ["eagle3", "ngram"]    # of those hosted the worker takes what it measured to be fastest; or one name
     draft_length = 8
@@ -77,13 +77,14 @@ def parse_policies(text: str) -> Mapping[RequestClass, ClassPolicy]:
         request_class = CLASS_SPELLINGS.get(name)
         if request_class is None:
             raise InvalidArgument(f"{_FIELD}:class.{name}", f"is not one of {', '.join(REQUEST_CLASSES)}")
-        table[request_class] = _parse_section(name, section)
+        table[request_class] = _parse_section(name, request_class, section)
     return table
 
 
-def _parse_section(name: str, section: object) -> ClassPolicy:
+def _parse_section(name: str, request_class: RequestClass, section: object) -> ClassPolicy:
     try:
-        policy = ClassPolicy.model_validate(section)
+        default = DEFAULT_POLICIES[request_class].model_dump()
+        policy = ClassPolicy.model_validate({**default, **section} if isinstance(section, dict) else section)
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join([f"class.{name}", *(str(part) for part in first["loc"])])

@@ -27,7 +27,7 @@ class Batch:
     token_ids: Tensor  # [batch, tokens] int64
     planes: Tensor  # [batch, tokens, num_planes · hidden_dim]
     final: Tensor  # [batch, tokens, hidden_dim]: from row t follows how token t + 1 is distributed
-    best_ids: Tensor  # [batch, tokens] int64: the target's best token t + 1
+    best_ids: Tensor  # [batch, tokens] int64: the target's best token t + 1 (see `Features`)
     counted: Tensor  # [batch, tokens] bool: token t is one to be learnt
     """
 
@@ -41,8 +41,8 @@ class Batch:
 def make_batch(found: Sequence[Features], max_tokens: int, first: int | None = None) -> Batch:
     """Pads the features of rollouts to one length; longer ones are cut to `max_tokens`.
 
-    What counts is the answer or, where `first` is given, every token from that one on: user turns are the target's
-    own words as well.
+    What counts is the answer or, where `first` is given, every token from that one on, as most of a user turn are the
+    target's own words as well.
     """
     lengths = [min(len(features.rollout.token_ids), max_tokens) for features in found]
     shape = (len(found), max(lengths))

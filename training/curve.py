@@ -32,7 +32,7 @@ class Curve:
             try:
                 lines = path.read_text().splitlines(keepends=True)
                 whole = [line for line in lines if line.endswith("\n")]
-                kept = [line for line in whole if json.loads(line)["step"] <= step] if step else []
+                kept = [line for line in whole if json.loads(line)["step"] <= step and step]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise InvalidArgument("out", f"{path} is no curve of a training: {error}") from error
         with written_whole(path) as beside:

@@ -77,7 +77,7 @@ class Trainer:
 
     Which batch is when depends on plan and rollouts only, so a run that was stopped, or killed after a checkpoint, ends
     with the weights of one that was not. `curve.jsonl` beside the checkpoint has a line for each step, and the
-    acceptance on `watched` rollouts at each checkpoint.
+    acceptance on `watched` rollouts at the start and at each checkpoint.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from torch.nn import functional
 from engine.weights import open_model
 from tests.support.made_up_features import IDS, VOCAB, made_up, target_of
 from tests.support.tiny_model import make_tiny_model
-from training.batch import make_batch
+from training.batch import TargetHead, make_batch
 from training.eagle3 import Eagle3Head
 from training.recurrent import HeadShape
 
@@ -164,7 +164,8 @@ def test_drafts_behind_a_start_are_those_of_one_position_at_a_time() -> None:
 
 
 def test_it_begins_with_the_targets_output_matrix_and_norm(tmp_path: Path) -> None:
-    head, target = make_head(), target_of()
+    head, made = make_head(), target_of()
+    target = TargetHead(made.embedding, made.output, torch.rand(SHAPE.hidden_dim))
     head.begin(open_model(make_tiny_model(tmp_path)), target)
     assert torch.equal(head.lm_head.weight, target.output[list(IDS)])
     assert torch.equal(head.norm.weight, target.final_norm)

@@ -15,7 +15,7 @@ from core.settings import EngineSettings
 from engine.engine import Engine
 from tests.support.made_up_features import HIDDEN, IDS, CacheInMemory, followable, followable_cache, target_of
 from tests.support.tiny_model import make_tiny_model
-from training.batch import TargetHead, common_start, draft_vocabulary, make_batch, trained_tokens
+from training.batch import Batch, TargetHead, common_start, draft_vocabulary, make_batch, trained_tokens
 from training.eagle3 import Eagle3Head
 from training.features import FeatureCache, Features, compute
 from training.head import DraftHead
@@ -81,7 +81,12 @@ class Killed(BaseException):
     pass
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("killed_at", "checkpoint"), [(3, 0), (7, 4)])
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    killed_at: int, checkpoint: int, tmp_path: Path
+) -> None:
+    watched = [followable(20, target_of())]
+
     def kill_at(step: int) -> Callable[..., None]:
         def report(progress: Any, losses: list[float]) -> None:
             if progress.step == step:
@@ -89,18 +94,35 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
 
         return report
 
-    whole = trainer_in(tmp_path / "whole", medusa())
+    whole = trainer_in(tmp_path / "whole", medusa(), watched=watched)
     whole.run(never, ignore)
     with pytest.raises(Killed):
-        trainer_in(tmp_path / "killed", medusa()).run(never, kill_at(7))
-    again = trainer_in(tmp_path / "killed", medusa())
-    assert again.progress.step == 4
+        trainer_in(tmp_path / "killed", medusa(), watched=watched).run(never, kill_at(killed_at))
+    again = trainer_in(tmp_path / "killed", medusa(), watched=watched)
+    assert again.progress.step == checkpoint
     again.run(never, ignore)
     for ours, theirs in zip(whole.head.parameters(), again.head.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     lines = [(tmp_path / name / "curve.jsonl").read_text().splitlines() for name in ("whole", "killed")]
     assert lines[0] == lines[1]
-    assert [json.loads(line)["step"] for line in lines[0]] == list(range(1, 13))
+    assert [json.loads(line)["step"] for line in lines[0]] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        4,
+        5,
+        6,
+        7,
+        8,
+        8,
+        9,
+        10,
+        11,
+        12,
+        12,
+    ]
 
 
 def test_a_checkpoint_of_something_else_is_refused_by_what_differs(tmp_path: Path) -> None:
@@ -238,12 +260,37 @@ def test_a_batch_is_padded_and_cut() -> None:
 
 def test_user_turns_are_learnt_from_behind_the_template_s_head() -> None:
     target = target_of()
-    found = [followable(0, target, length=9), followable(1, target, length=9)]
+    found = [
+        dataclasses.replace(features, rollout=dataclasses.replace(features.rollout, token_ids=ids))
+        for features in (followable(0, target, length=9), followable(1, target, length=9))
+        for ids in [(1, 2, *features.rollout.token_ids[2:])]
+    ]
     shared = common_start([features.rollout for features in found])
-    assert shared < found[0].rollout.answer_start
+    assert shared == 2
     batch = make_batch(found, 7, shared)
-    assert batch.counted.sum(1).tolist() == [7 - shared] * 2
+    assert batch.counted.sum(1).tolist() == [5, 5]
     assert make_batch(found, 7, 100).counted.tolist() == make_batch(found, 7).counted.tolist()
+
+
+def test_training_counts_user_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_in(tmp_path, medusa())
+    seen: list[Batch] = []
+
+    def step(batch: Batch) -> list[float]:
+        seen.append(batch)
+        return [0.0]
+
+    monkeypatch.setattr(trainer, "_step", step)
+    trainer.run(never, ignore)
+    assert seen
+    assert all(bool(batch.counted[:, 0].all()) for batch in seen)
+
+
+def test_a_file_that_is_no_curve_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "curve.jsonl").write_text("mine\n")
+    with pytest.raises(InvalidArgument, match="no curve"):
+        trainer_in(tmp_path, medusa())
+    assert (tmp_path / "curve.jsonl").read_text() == "mine\n"
 
 
 @pytest.fixture

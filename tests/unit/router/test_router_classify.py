@@ -80,6 +80,12 @@ def test_a_policy_file_changes_what_it_names_and_nothing_else() -> None:
     assert table["chat"] == DEFAULT_POLICIES["chat"]
 
 
+def test_a_key_that_a_section_leaves_out_keeps_the_default_of_its_class() -> None:
+    table = parse_policies("[class.chat]\ndraft_length = 6\n[class.code]\ndrafter = 'ngram'\n")
+    assert table["chat"] == DEFAULT_POLICIES["chat"].model_copy(update={"draft_length": 6})
+    assert table["code"] == DEFAULT_POLICIES["code"].model_copy(update={"drafter": "ngram"})
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
