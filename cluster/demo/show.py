@@ -64,7 +64,7 @@ def _cells(result: Shown) -> tuple[str, ...]:
     report = result.speculation
     drafter = result.asked_drafter
     if drafter == "auto":
-        drafter = f"auto → {report.drafter}"
+        drafter = f"auto: {report.drafter}"
     offered = sum(report.position_offered)
     return (
         escape(result.title),
