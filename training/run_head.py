@@ -48,12 +48,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class HeadRun:
-    """What to train, and `out`, the artifact's folder."""
+    """What to train, and `out`, the artifact's folder. `start`: an artifact whose weights it begins with."""
 
     place: Place
     out: Path
     options: HeadOptions
     plan: TrainingPlan
+    start: Path | None = None
 
 
 def is_held(rollout: Rollout) -> bool:
@@ -84,7 +85,7 @@ def train_head(
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A fresh head and what it is trained and judged on."""
+    """A head that is about to be trained, and what it is trained and judged on. `started_with`: see `HeadRun.start`."""
 
     head: DraftHead
     target: TargetHead
@@ -92,6 +93,7 @@ class Begun:
     judging: FeatureCache
     recipe: Recipe
     config: ModelConfig
+    started_with: ArtifactManifest | None
 
     def trainer(self, head: DraftHead, plan: TrainingPlan, out: Path) -> Trainer:
         """Of `head`, with its checkpoint under `out`. Raises InvalidArgument where one there does not fit."""
@@ -121,8 +123,25 @@ def begin(
     ids = draft_vocabulary(kept, min(run.options.draft_vocab, config.vocab_size))
     head = run.options.make(config, ids)
     head.begin(files, target)
+    started_with = None if run.start is None else _start(head, run.start, recipe, layers)
     _require_judged(held, head.depth)
-    return Begun(head, target, training, judging, recipe, config)
+    return Begun(head, target, training, judging, recipe, config, started_with)
+
+
+def _start(head: DraftHead, artifact: Path, recipe: Recipe, layers: tuple[int, ...]) -> ArtifactManifest:
+    """Gives `head` the weights and draft vocabulary of an artifact. Raises InvalidArgument where it does not fit."""
+    before, manifest = read_head(artifact)
+    wanted = {
+        "kind": (manifest.kind, head.kind),
+        "target_revision": (manifest.target_revision, recipe.model_revision),
+        "recipe.trained_layers": (_trained_layers(manifest), layers),
+        "shape": (dict(before.sizes()), dict(head.sizes())),
+    }
+    for name, (theirs, ours) in wanted.items():
+        if theirs != ours:
+            raise InvalidArgument("start", f"{artifact}: {name} is {theirs}, this training's {ours}")
+    head.load_state_dict(before.state_dict())
+    return manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +260,8 @@ def manifest_of(
         "steps": progress.step,
         "tokens": progress.tokens,
     }
+    if begun.started_with is not None:
+        trained["started_with"] = dict(begun.started_with.recipe)
     return ArtifactManifest(
         format=FORMAT,
         kind=begun.head.kind,

@@ -24,6 +24,7 @@ from cluster.cli.train_run import (
     Rollouts,
     Seed,
     ShallowShare,
+    Start,
     Threads,
     Tokens,
     place_of,
@@ -79,6 +80,7 @@ def head_command(kind: HeadCommand) -> Callable[..., None]:
         draft_vocab: DraftVocab = 8192,
         depth: Annotated[int, typer.Option(min=1, max=16, help=_TRAINED)] = 4,
         shallow_share: ShallowShare = 0.0,
+        start: Start = None,
         epochs: Epochs = 2,
         tokens: Tokens = None,
         batch: BatchSize = 8,
@@ -103,6 +105,7 @@ def head_command(kind: HeadCommand) -> Callable[..., None]:
             plot,
             as_json,
             shallow_share,
+            start,
         )
         train_head_command(lambda: kind.options(draft_vocab, depth), chosen)
 
@@ -117,6 +120,7 @@ def eagle3_command(
     layers: Annotated[str | None, typer.Option(help="Captured layers, by comma. Absent: 3, spread.")] = None,
     depth: Annotated[int, typer.Option(min=1, max=16, help=_TRAINED)] = 5,
     shallow_share: ShallowShare = 0.0,
+    start: Start = None,
     epochs: Epochs = 2,
     tokens: Tokens = None,
     batch: BatchSize = 8,
@@ -148,6 +152,7 @@ def eagle3_command(
         plot,
         as_json,
         shallow_share,
+        start,
     )
     train_head_command(options, chosen)
 
@@ -158,6 +163,7 @@ def medusa_command(
     model: Model = DEFAULT_MODEL,
     draft_vocab: DraftVocab = 8192,
     heads: Annotated[int, typer.Option(min=1, max=16, help="Tokens that a draft may be long.")] = 4,
+    start: Start = None,
     epochs: Epochs = 2,
     tokens: Tokens = None,
     batch: BatchSize = 8,
@@ -176,7 +182,19 @@ def medusa_command(
         return MedusaOptions(draft_vocab, heads)
 
     chosen = Chosen(
-        rollouts, out, model, epochs, tokens, batch, learning_rate, seed, features, threads, plot, as_json
+        rollouts,
+        out,
+        model,
+        epochs,
+        tokens,
+        batch,
+        learning_rate,
+        seed,
+        features,
+        threads,
+        plot,
+        as_json,
+        start=start,
     )
     train_head_command(options, chosen)
 

@@ -50,6 +50,14 @@ ShallowShare = Annotated[
         min=0.0, max=1.0, help="Of the training, at first: drafts of depth 1 only, which is faster."
     ),
 ]
+Start = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        file_okay=False,
+        help="Head to go on from: an artifact of this kind. Absent: a fresh one.",
+    ),
+]
 Plot = Annotated[
     Path | None, typer.Option(help="PNG file: loss and acceptance by step. Needs the extra `plots`.")
 ]
@@ -78,6 +86,7 @@ class Chosen:
     plot: Path | None
     as_json: bool
     shallow_share: float = 0.0
+    start: Path | None = None
 
     def plan(self) -> "TrainingPlan":
         """How long and how fast."""
@@ -102,7 +111,7 @@ def train_head_command(options: Callable[[], "HeadOptions"], chosen: Chosen) -> 
     from training.run_head import HeadRun, train_head
 
     with o.refusals():
-        run = HeadRun(chosen.place(), chosen.out, options(), chosen.plan())
+        run = HeadRun(chosen.place(), chosen.out, options(), chosen.plan(), chosen.start)
         judged = train(chosen, lambda recipe, found, stage, stop: train_head(run, recipe, found, stage, stop))
     print_judged(judged, chosen.as_json)
 
