@@ -104,6 +104,10 @@ class Drafting:
         """(depth, rows) that each choice is to draft in a step with `other_rows` rows of prompts."""
         return self._pace.lengths(choices, [self.room_for(choice) for choice in choices], other_rows)
 
+    def pays_ahead(self, choice: Choice, known: int, length: int, deeper: int) -> bool:
+        """See `DraftLengthController.pays_ahead`; of a choice that drafts."""
+        return self._pace.pays_ahead(choice, known, length, deeper)
+
     def learn(self, choice: Choice, depths: Sequence[int], num_accepted: int, num_auxiliary: int = 0) -> None:
         """Acceptance of one choice's draft, of nodes at `depths` and of auxiliary rows, in one step."""
         asked, num_nodes = self._asked.pop(choice.key, (0, 0))

@@ -96,6 +96,10 @@ class Pace:
             nodes = [counts[depth] for depth in range(1, len(counts) + 1)]
             self._controller.observe(choice.key, max(asked_depth, len(nodes)), num_accepted, nodes)
 
+    def pays_ahead(self, choice: Choice, known: int, length: int, deeper: int) -> bool:
+        """See the controller's."""
+        return self._controller.pays_ahead(choice.key, known, length, deeper)
+
     def record_step(self, rows: int, seconds: float) -> None:
         """What a target forward of `rows` rows cost."""
         self._controller.record_step(rows, seconds)

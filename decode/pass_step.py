@@ -1,11 +1,11 @@
 """The step of a pipelined worker: while the last stage verifies a burst, the first one drafts and computes the next.
 
 A message carries at most one burst of each choice. Of a choice whose burst is on its way the next one may be sent
-*ahead*, on the guess that the draft is accepted whole and that the drafter also knows the token behind it. The last
-stage draws, so it knows whether the guess came true when it comes to the rows ahead; so does the first stage when the
-answer is there. Rows on a wrong guess lie behind everything committed: they are never committed, hashed or emitted,
-and whoever gets their slots next writes them later, on both stages. (Asynchronous pipelined speculation: compare
-Butler et al. 2024, PipeInfer.)
+*ahead*, where that pays, on the guess that the draft is accepted whole and that the drafter also knows the token behind
+it. The last stage draws, so it knows whether the guess came true when it comes to the rows ahead; so does the first
+stage when the answer is there. Rows on a wrong guess lie behind everything committed: they are never committed, hashed
+or emitted, and whoever gets their slots next writes them later, on both stages. (Asynchronous pipelined speculation:
+compare Butler et al. 2024, PipeInfer.)
 
 The text is that of the plain step. Requests that the last stage cannot draw for (logprobs, grammars, other than
 invariant verification, beam search) and prompts drain the pipe and take the plain step, the whole batch with them.
@@ -107,7 +107,7 @@ class PassStepper(Stepper):
             choice = self._roster.running[item.key]
             if item.key not in on_the_way:
                 fresh.append((choice, item))
-            elif (planned := _beyond(on_the_way[item.key], item)) is not None:
+            elif (planned := self._beyond(on_the_way[item.key], item)) is not None:
                 deeper.append((choice, planned))
         drafts = self._drafting.propose([*fresh, *deeper])
         flown = [_flown(stepping) for stepping in self._make_room(fresh, drafts)]
@@ -118,6 +118,24 @@ class PassStepper(Stepper):
         if flown:
             self._send(flown)
         return bool(flown)
+
+    def _beyond(self, base: Flown, planned: PlannedChoice) -> PlannedChoice | None:
+        """What the drafter may draft from the root of `base`: its draft, the token behind it, and what is planned next.
+
+        None where nothing is planned, the answer cannot go on behind the token that is guessed, or it would not pay.
+        """
+        choice = base.choice
+        room = choice.finisher.tokens_left - 1
+        limit = choice.drafter.needs.largest_position
+        if limit is not None:
+            room = min(room, limit - (len(choice.history.token_ids) - 1))
+        known = len(base.draft.token_ids) + 1
+        if not planned.draft_length or room < known:
+            return None
+        depth = min(room, known + planned.draft_length)
+        if not self._drafting.pays_ahead(choice, known, planned.draft_length, depth):
+            return None
+        return PlannedChoice(planned.key, depth, depth)
 
     def _ahead(self, base: Flown, draft: Draft) -> Flown | None:
         """The burst behind `base` by a draft that begins at the same root; None where there is no guess, or no room.
@@ -211,20 +229,3 @@ def _flown(stepping: Stepping) -> Flown:
     table = stepping.choice.table
     assert table is not None
     return Flown(stepping.choice, stepping.draft, table)
-
-
-def _beyond(base: Flown, planned: PlannedChoice) -> PlannedChoice | None:
-    """What the drafter may draft from the root of `base`: its draft, the token behind it, and what is planned next.
-
-    None where nothing is planned, or the answer cannot go on behind the token that is guessed.
-    """
-    choice = base.choice
-    room = choice.finisher.tokens_left - 1
-    limit = choice.drafter.needs.largest_position
-    if limit is not None:
-        room = min(room, limit - (len(choice.history.token_ids) - 1))
-    known = len(base.draft.token_ids) + 1
-    if not planned.draft_length or room < known:
-        return None
-    depth = min(room, known + planned.draft_length)
-    return PlannedChoice(planned.key, depth, depth)

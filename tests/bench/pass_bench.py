@@ -1,8 +1,8 @@
 """Drafting ahead of a target in two stages: `python -m tests.bench.pass_bench --out FOLDER [--drafter ngram]`.
 
 One served worker with `engine.pipeline_stages` 2 and one compute thread a stage. Three arms, interleaved prompt by
-prompt in another order every round: `none`, the drafter by its own name (drafts, then waits for both stages), and
-`pass` (the same drafter, drafting ahead). Prints tokens a second as ratios of pairs, the share of an answer's time in
+prompt in another order every round: `none`, the drafter by its own name in chains (drafts, then waits for both stages),
+and `pass` (the same chains, drafted ahead). Prints tokens a second as ratios of pairs, the share of an answer's time in
 which both stages compute, the steps given up as void, and tokens that differ from `none`'s, of which any makes
 the exit code 1. FOLDER gets `pass.json` and, with matplotlib (the extra `plots`), `pass.png`: a stretch of steps.
 """
@@ -92,6 +92,7 @@ def measure(
                         ignore_eos=True,
                         drafter=name,
                         draft_length=length,
+                        draft_width=None if name == PLAIN else 1,
                         cache_salt="pass-bench",
                     )
                     ended_s = clock.now_s()
