@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +33,18 @@ from tests.bench.timed import timed
 
 SHORTEST_ANSWER = 16
 PLAIN = "none"
+AUTO = "auto"
 ALL_CLASSES = "all"
+_SHARES = {"of_a_step": "of a step", "depth_of_a_step": "of a step a depth"}
 console = Console(highlight=False, width=200)
 
 
 @dataclass(slots=True)
 class Cell:
-    """One drafter on one class. `ratios`: one of each prompt, median over rounds."""
+    """One drafter on one class. `ratios`: one of each prompt, median over rounds.
+
+    `taken`: answers by the drafter that drafted them, which `auto` chose. `levels`: the sum of K by that drafter.
+    """
 
     steps: int = 0
     step_tokens: float = 0.0
@@ -47,12 +53,17 @@ class Cell:
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
+    taken: Counter[str] = field(default_factory=Counter)
+    levels: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: Speculation) -> None:
         """One answer."""
         self.steps += report.steps
         self.step_tokens += (report.acceptance_length or 0.0) * report.steps
-        self.draft_length_sum += (report.draft_length_mean or 0.0) * report.steps
+        levels = (report.draft_length_mean or 0.0) * report.steps
+        self.draft_length_sum += levels
+        self.taken[report.drafter] += 1
+        self.levels[report.drafter] += round(levels)
         self.nodes += report.proposed_nodes
         for mine, theirs in (
             (self.offered, report.position_offered),
@@ -79,6 +90,7 @@ class Cell:
             "speed": round(speed.median, 3) if speed else None,
             "speed_bound": round(speed.lower_bound, 3) if speed and speed.lower_bound is not None else None,
             "prompts": len(self.ratios),
+            "taken": dict(self.taken),
         }
 
 
@@ -113,8 +125,21 @@ def measure(
     return cells, wrong
 
 
-def draft_costs(metrics_url: str) -> dict[str, float]:
-    """Mean seconds of a proposal by drafter, and of a target step as "step"."""
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of all proposals of a drafter, or of all target steps, and how many there were."""
+
+    seconds: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        """Seconds of one."""
+        return self.seconds / self.count
+
+
+def draft_costs(metrics_url: str) -> dict[str, Spent]:
+    """What drafting cost by drafter, and the target's steps as "step"."""
     text = urllib.request.urlopen(metrics_url, timeout=10).read().decode()
     sums: dict[str, float] = {}
     counts: dict[str, float] = {}
@@ -126,10 +151,38 @@ def draft_costs(metrics_url: str) -> dict[str, float]:
                 sums[name] = sample.value
             elif sample.name.startswith(wanted) and sample.name.endswith("_count"):
                 counts[name] = sample.value
-    return {name: total / counts[name] for name, total in sums.items() if counts.get(name)}
+    return {name: Spent(total, counts[name]) for name, total in sums.items() if counts.get(name)}
 
 
-def show(cells: Mapping[tuple[str, str], Cell], drafters: Sequence[str], costs: Mapping[str, float]) -> None:
+def levels_drafted(cells: Mapping[tuple[str, str], Cell]) -> Counter[str]:
+    """The sum of K over all steps, by drafter."""
+    return sum((cell.levels for (_, name), cell in cells.items() if name == ALL_CLASSES), Counter())
+
+
+def cost_rows(costs: Mapping[str, Spent], levels: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Milliseconds of a proposal, and shares of a target step that a proposal and one depth of it take.
+
+    Proposals of the warm-up count, their depths do not: shares of a depth are a little high.
+    """
+    step_s = costs["step"].mean
+    rows = {"step": {"milliseconds": round(1e3 * step_s, 2)}}
+    for drafter, spent in sorted(costs.items()):
+        if drafter == "step":
+            continue
+        rows[drafter] = {
+            "milliseconds": round(1e3 * spent.mean, 2),
+            "of_a_step": round(spent.mean / step_s, 3),
+        }
+        if levels.get(drafter):
+            rows[drafter]["depth_of_a_step"] = round(spent.seconds / levels[drafter] / step_s, 3)
+    return rows
+
+
+def show(
+    cells: Mapping[tuple[str, str], Cell],
+    drafters: Sequence[str],
+    costs: Mapping[str, Mapping[str, float]],
+) -> None:
     """One table a class, and the costs."""
     names = dict.fromkeys(name for _, name in cells)
     for name in names:
@@ -144,10 +197,14 @@ def show(cells: Mapping[tuple[str, str], Cell], drafters: Sequence[str], costs: 
             figures = ("speed", "speed_bound", "acceptance_length", "draft_length_mean", "nodes_a_step")
             table.add_row(drafter, *("–" if row[key] is None else str(row[key]) for key in figures), rates)
         console.print(table)
-    step_s = costs.get("step", 0.0)
-    for drafter, seconds in sorted(costs.items()):
-        share = f", {seconds / step_s:.3f} of a step" if step_s and drafter != "step" else ""
-        console.print(f"{drafter}: {1e3 * seconds:.2f} ms{share}")
+    for (drafter, name), cell in cells.items():
+        if drafter == AUTO:
+            console.print(
+                f"{AUTO} took, {name}: {', '.join(f'{a} {n}' for a, n in cell.taken.most_common())}"
+            )
+    for drafter, cost in costs.items():
+        shares = [f"{cost[key]} {said}" for key, said in _SHARES.items() if key in cost]
+        console.print(", ".join([f"{drafter}: {cost['milliseconds']} ms", *shares]))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -176,10 +233,11 @@ def main(arguments: Sequence[str]) -> int:
         Client(cluster.address, timeout_s=300.0) as client,
     ):
         (worker,) = [status for status in cluster.workers() if status.worker_id == "decode-0"]
-        names = tuple(options.drafters.split(",")) if options.drafters else (*worker.drafters, "auto")
+        names = tuple(options.drafters.split(",")) if options.drafters else (*worker.drafters, AUTO)
         drafters = (PLAIN, *(name for name in names if name != PLAIN))
         cells, wrong = measure(client, prompts, drafters, options.rounds, options.max_tokens)
-        costs = draft_costs(f"http://{worker.metrics_address}/metrics")
+        spent = draft_costs(f"http://{worker.metrics_address}/metrics")
+    costs = cost_rows(spent, levels_drafted(cells))
     show(cells, drafters, costs)
     console.print(f"{wrong} answers differ from plain decoding")
     if options.report is not None:
