@@ -12,12 +12,11 @@ import torch
 
 from core.records import SamplingParams
 from core.tokenizer import Tokenizer
-from decode.drafters.protocol import DraftBudget, Drafter, DraftRequest, Observation
+from decode.drafters.protocol import Drafter
+from decode.replay import continue_prompt, drafts_along, request_over
 from decode.sampling.history import TokenHistory
 from engine.block_table import BlockTable
-from engine.core_turns import turn_of
 from engine.engine import Engine
-from engine.step_batch import SequenceStep
 from outrider.v1 import common_pb2
 
 CHECKED_TOKENS: Final = 64
@@ -28,7 +27,6 @@ LEAST_EXPECTED: Final = 12.0
 """Tokens that should be right: a promise too small to be judged by so short an answer is believed."""
 
 _QUESTION: Final = "Explain in detail how a bicycle works, and describe each of its most important parts."
-_KEY: Final = -1
 _LOG = logging.getLogger(__name__)
 
 
@@ -67,7 +65,9 @@ def take_off_unfit(engine: Engine, drafters: dict[str, Drafter], tokenizer: Toke
     table = engine.kv.open()
     try:
         prompt = _prompt(tokenizer)
-        token_ids = _greedy_answer(engine, table, prompt, frozenset(tokenizer.eos_token_ids))
+        token_ids = continue_prompt(
+            engine, table, prompt, _largest, CHECKED_TOKENS + 1, frozenset(tokenizer.eos_token_ids)
+        )
         unfit: dict[str, str] = {}
         for name, promised in promises.items():
             reason = _judge(drafters[name], engine, table, token_ids, len(prompt), promised)
@@ -99,24 +99,8 @@ def _prompt(tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(_QUESTION)
 
 
-def _greedy_answer(
-    engine: Engine, table: BlockTable, prompt: Sequence[int], end_ids: frozenset[int]
-) -> list[int]:
-    """Prompt and answer, up to its end or as far as there is room; the table has the states of all but the last."""
-    token_ids = list(prompt)
-    stats, layout = engine.kv.stats(), engine.kv.layout
-    room = min(stats.free * layout.block_size, engine.max_context) - len(prompt)
-    for _ in range(min(CHECKED_TOKENS + 1, room)):
-        fresh = token_ids[table.num_tokens :]
-        engine.kv.reserve(table, len(token_ids))
-        with turn_of(engine.turns):
-            step = SequenceStep(table, table.num_tokens, fresh, logit_rows="last")
-            logits = engine.step([step]).logits
-        engine.kv.commit(table, len(token_ids))
-        token_ids.append(int(torch.argmax(logits[0])))
-        if token_ids[-1] in end_ids:
-            break
-    return token_ids
+def _largest(logits: torch.Tensor) -> int:
+    return int(torch.argmax(logits[0]))
 
 
 def _judge(
@@ -147,29 +131,13 @@ def _judge(
 def _drafted_right(
     drafter: Drafter, engine: Engine, table: BlockTable, token_ids: Sequence[int], prompt_tokens: int
 ) -> tuple[int, int]:
-    request = DraftRequest(
-        key=_KEY,
-        history=TokenHistory(token_ids[:prompt_tokens], token_ids[prompt_tokens : prompt_tokens + 1]),
-        sampling=SamplingParams(),
-        seed=0,
-        choice=0,
-        verification="invariant",
-        hidden=lambda start, end: engine.kv.read_hidden(table, start, end),
-        draft_width=1,
-        table=lambda: table,
-    )
+    """How many drafts were right, and how many there were."""
+    first = prompt_tokens + 1
+    history = TokenHistory(token_ids[:prompt_tokens], token_ids[prompt_tokens:first])
+    request = request_over(engine, table, history, SamplingParams(), 0, "invariant")
     right = drafted = 0
-    drafter.start(request)
-    try:
-        while drafter.prefill(CHECKED_TOKENS):
-            pass
-        for position in range(prompt_tokens + 1, len(token_ids)):
-            (draft,) = drafter.propose([DraftBudget(request, 1, 1)])
-            drafted += bool(draft.token_ids)
-            right += draft.token_ids[:1] == (token_ids[position],)
-            request.history.extend((token_ids[position],))
-            planes = engine.kv.read_hidden(table, position - 1, position)
-            drafter.observe([Observation(request, draft, (), (token_ids[position],), planes)])
-    finally:
-        drafter.finish(request)
+    drafts = drafts_along(drafter, request, token_ids)
+    for token_id, draft in zip(token_ids[first:], drafts, strict=True):
+        drafted += bool(draft.token_ids)
+        right += draft.token_ids[:1] == (token_id,)
     return right, drafted

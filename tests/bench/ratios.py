@@ -1,7 +1,7 @@
 """Ratios of paired measurements, and how sure one may be of their median."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -20,6 +20,17 @@ class MedianRatio:
 def median_ratio(ratios: Sequence[float]) -> MedianRatio:
     """The median and its bound; raises ValueError for no ratios at all."""
     return MedianRatio(len(ratios), statistics.median(ratios), lower_bound_of_median(ratios))
+
+
+def ratios_by_prompt(
+    these: Mapping[tuple[str, int], float], those: Mapping[tuple[str, int], float]
+) -> list[float]:
+    """These over those, each by (prompt, round): one ratio a prompt, the median over the rounds that both have."""
+    found: dict[str, list[float]] = {}
+    for key in these:
+        if key in those:
+            found.setdefault(key[0], []).append(these[key] / those[key])
+    return [statistics.median(ratios) for ratios in found.values()]
 
 
 def lower_bound_of_median(values: Sequence[float]) -> float | None:

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from outrider import Client
+from outrider import Client, GenerateOptions
 from outrider.results import Speculation
 from tests.bench.prompts import Prompt
 
@@ -19,16 +19,20 @@ class Timed:
     speculation: Speculation
 
 
-def timed(client: Client, prompt: Prompt, drafter: str, max_tokens: int, salt: str) -> Timed:
-    """Streams one greedy answer to its natural end, or to `max_tokens`."""
+def timed(
+    client: Client,
+    prompt: Prompt,
+    drafter: str,
+    max_tokens: int,
+    salt: str,
+    others: GenerateOptions | None = None,
+) -> Timed:
+    """Streams one answer to its natural end, or to `max_tokens`; greedy, unless `others` say otherwise."""
+    asked: GenerateOptions = {"temperature": 0.0}
+    asked |= others or {}
+    asked |= {"max_tokens": max_tokens, "drafter": drafter, "cache_salt": salt}
     started_s = time.perf_counter()
-    stream = client.stream(
-        list(prompt.token_ids),
-        max_tokens=max_tokens,
-        temperature=0.0,
-        drafter=drafter,
-        cache_salt=salt,
-    )
+    stream = client.stream(list(prompt.token_ids), **asked)
     first_s, first_tokens = 0.0, 0
     for delta in stream:
         if not first_tokens:

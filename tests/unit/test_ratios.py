@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.bench.ratios import lower_bound_of_median, median_ratio
+from tests.bench.ratios import lower_bound_of_median, median_ratio, ratios_by_prompt
 
 
 def test_four_values_are_too_few_for_a_bound() -> None:
@@ -32,3 +32,9 @@ def test_bound_is_above_the_true_median_in_at_most_five_percent_of_samples() -> 
 def test_median_of_no_ratios_is_refused() -> None:
     with pytest.raises(ValueError):
         median_ratio([])
+
+
+def test_a_prompt_counts_once_by_the_median_of_the_rounds_that_both_arms_have() -> None:
+    these = {("a", 0): 2.0, ("a", 1): 8.0, ("a", 2): 3.0, ("b", 0): 5.0, ("c", 0): 1.0}
+    those = {("a", 0): 1.0, ("a", 1): 1.0, ("a", 2): 1.0, ("b", 0): 10.0, ("b", 1): 7.0}
+    assert ratios_by_prompt(these, those) == [3.0, 0.5]
