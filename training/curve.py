@@ -32,11 +32,11 @@ class Curve:
             try:
                 lines = path.read_text().splitlines(keepends=True)
                 whole = [line for line in lines if line.endswith("\n")]
-                kept = [line for line in whole if json.loads(line)["step"] <= step and step]
+                kept = [line for line in whole if json.loads(line)["step"] <= step]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise InvalidArgument("out", f"{path} is no curve of a training: {error}") from error
         with written_whole(path) as beside:
-            beside.write_text("".join(kept))
+            beside.write_text("".join(kept) if step else "")
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """One line."""

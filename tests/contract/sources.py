@@ -59,7 +59,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         if path.is_dir():
             if path.name not in SKIPPED_FOLDERS and not hidden_cache and not path.name.endswith(".egg-info"):
                 yield from _walk(path)
-        elif path.suffix in TEXT_SUFFIXES and not path.is_symlink():
+        elif path.suffix in TEXT_SUFFIXES and path.name not in SKIPPED_FOLDERS and not path.is_symlink():
             yield path
 
 
