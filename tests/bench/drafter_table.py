@@ -20,7 +20,7 @@ from statistics import median
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, track
 from rich.table import Table
 
 from cluster.local import LocalCluster
@@ -125,6 +125,13 @@ def measure(
     return cells, wrong
 
 
+def learn(client: Client, prompts: Sequence[Prompt], answers: int, max_tokens: int) -> None:
+    """Lets `auto` answer so many prompts of each class, unmeasured: it has tried its candidates then."""
+    for group in track(by_class(prompts).values(), "auto learns", console=console, transient=True):
+        for number in range(answers):
+            timed(client, group[number % len(group)], AUTO, max_tokens, "table")
+
+
 @dataclass(frozen=True, slots=True)
 class Spent:
     """Seconds of all proposals of a drafter, or of all target steps, and how many there were."""
@@ -213,6 +220,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=OWN_PROMPTS)
     parser.add_argument("--per-class", type=int, default=None, help="prompts of each class at most")
     parser.add_argument("--drafters", default="", help="names; default: all that the worker hosts, and auto")
+    parser.add_argument(
+        "--learn", type=int, default=0, help="answers of `auto` of each class before, unmeasured"
+    )
     parser.add_argument("--config", type=Path, default=None, help="TOML of the server")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--rounds", type=int, default=1)
@@ -235,6 +245,8 @@ def main(arguments: Sequence[str]) -> int:
         (worker,) = [status for status in cluster.workers() if status.worker_id == "decode-0"]
         names = tuple(options.drafters.split(",")) if options.drafters else (*worker.drafters, AUTO)
         drafters = (PLAIN, *(name for name in names if name != PLAIN))
+        if AUTO in drafters:
+            learn(client, found, options.learn, options.max_tokens)
         cells, wrong = measure(client, prompts, drafters, options.rounds, options.max_tokens)
         spent = draft_costs(f"http://{worker.metrics_address}/metrics")
     costs = cost_rows(spent, levels_drafted(cells))
