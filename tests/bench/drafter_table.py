@@ -1,4 +1,4 @@
-"""Every drafter on every class of prompts: `python -m tests.bench.drafter_table --prompts FILE [--config TOML]`.
+"""Every drafter on every class of prompts: `python -m tests.bench.drafter_table --prompts FILE [--heads FOLDER]`.
 
 For each pair: conditional acceptance by position, acceptance length, speed against plain decoding (median over prompts
 of the ratio of tokens a second after the first ones, with its lower 95 % bound), mean K (for `auto` what the controller
@@ -27,6 +27,7 @@ from cluster.local import LocalCluster
 from core.tokenizer import Tokenizer
 from outrider import Client
 from outrider.results import Speculation
+from tests.bench.full_house import APPROXIMATE, full_house
 from tests.bench.prompts import DEFAULT_MODEL, OWN_PROMPTS, Prompt, by_class, model_directory, read_prompts
 from tests.bench.ratios import median_ratio
 from tests.bench.timed import timed
@@ -223,6 +224,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--learn", type=int, default=0, help="answers of `auto` of each class before, unmeasured"
     )
+    parser.add_argument(
+        "--heads",
+        type=Path,
+        default=None,
+        help="heads that do not ship, by kind: then every drafter is hosted",
+    )
     parser.add_argument("--config", type=Path, default=None, help="TOML of the server")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--rounds", type=int, default=1)
@@ -231,19 +238,26 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _served(options: argparse.Namespace, model: Path, work: Path) -> LocalCluster:
+    config = options.config if options.heads is None else full_house(work, model, options.heads)
+    extra = () if config is None else ("--config", str(config))
+    return LocalCluster(model=options.model, arguments=extra, log_path=work / "serve.log")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measures and prints; 0 where every answer was plain decoding's."""
     options = parse(arguments)
-    found = read_prompts(options.prompts, Tokenizer.from_directory(model_directory(options.model)))
+    model = model_directory(options.model)
+    found = read_prompts(options.prompts, Tokenizer.from_directory(model))
     prompts = [prompt for group in by_class(found).values() for prompt in group[: options.per_class]]
-    extra = () if options.config is None else ("--config", str(options.config))
     with (
         tempfile.TemporaryDirectory(prefix="outrider-bench-") as work,
-        LocalCluster(model=options.model, arguments=extra, log_path=Path(work) / "serve.log") as cluster,
+        _served(options, model, Path(work)) as cluster,
         Client(cluster.address, timeout_s=300.0) as client,
     ):
         (worker,) = [status for status in cluster.workers() if status.worker_id == "decode-0"]
-        names = tuple(options.drafters.split(",")) if options.drafters else (*worker.drafters, AUTO)
+        hosted = tuple(name for name in worker.drafters if name not in APPROXIMATE)
+        names = tuple(options.drafters.split(",")) if options.drafters else (*hosted, AUTO)
         drafters = (PLAIN, *(name for name in names if name != PLAIN))
         if AUTO in drafters:
             learn(client, found, options.learn, options.max_tokens)
