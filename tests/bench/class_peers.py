@@ -75,6 +75,15 @@ class Measured:
     prompts: int = 0
 
 
+def served(client: Client, drafter: str) -> Ask:
+    """The arm of one drafter of the served system."""
+
+    def ask(prompt: Prompt, max_tokens: int, salt: str) -> TokenTimes:
+        return timed(client, prompt, drafter, max_tokens, salt)
+
+    return ask
+
+
 def measure(arms: Mapping[str, Ask], prompts: Sequence[Prompt], rounds: int, max_tokens: int) -> Measured:
     """Every arm once a prompt and round. Prompts whose answer is short are left out."""
     found = Measured([])
@@ -200,10 +209,8 @@ def main(arguments: Sequence[str]) -> int:
             LocalCluster(model=DEFAULT_MODEL, arguments=extra, log_path=Path(work) / "serve.log") as cluster,
             Client(cluster.address, timeout_s=300.0) as client,
         ):
-            arms: dict[str, Ask] = {
-                name: lambda prompt, count, salt, name=name: timed(client, prompt, name, count, salt)  # type: ignore[misc]
-                for name in (PLAIN, *options.drafters.split(","))
-            }
+            names = (PLAIN, *options.drafters.split(","))
+            arms = {name: served(client, name) for name in names}
             arms[PEER] = lambda prompt, count, salt: peer.timed(prompt, count)
             found = measure(arms, prompts, options.rounds, options.max_tokens)
     finally:
