@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from tests.bench.prompts import Prompt
+from tests.bench.timed import TokenTimes
 
 
 class ChildPeer:
@@ -22,6 +23,15 @@ class ChildPeer:
 
     def measure(self, prompts: Sequence[Prompt], max_tokens: int, salt: str) -> float:
         """Seconds for the whole batch, as the peer itself measured them. `salt` has no meaning here."""
+        return float(self._ask(prompts, max_tokens)["seconds"])
+
+    def timed(self, prompt: Prompt, max_tokens: int) -> TokenTimes:
+        """One answer of exactly `max_tokens` tokens, of a peer that tells when it had the first one."""
+        reply = self._ask([prompt], max_tokens)
+        first_s, whole_s = float(reply["first_seconds"]), float(reply["seconds"])
+        return TokenTimes(tuple(reply["answers"][0]), 1, first_s, whole_s)
+
+    def _ask(self, prompts: Sequence[Prompt], max_tokens: int) -> dict[str, Any]:
         request = {"prompts": [list(prompt.token_ids) for prompt in prompts], "max_tokens": max_tokens}
         stdin = self._process.stdin
         assert stdin is not None
@@ -30,7 +40,7 @@ class ChildPeer:
         reply = self._read()
         counts = {len(answer) for answer in reply["answers"]}
         assert counts == {max_tokens}, f"{self.name} answered {counts} tokens"
-        return float(reply["seconds"])
+        return reply
 
     def close(self) -> None:
         """Ends the process."""

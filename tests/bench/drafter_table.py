@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -28,8 +27,16 @@ from core.tokenizer import Tokenizer
 from outrider import Client
 from outrider.results import Speculation
 from tests.bench.full_house import APPROXIMATE, full_house
-from tests.bench.prompts import DEFAULT_MODEL, OWN_PROMPTS, Prompt, by_class, model_directory, read_prompts
-from tests.bench.ratios import median_ratio
+from tests.bench.prompts import (
+    DEFAULT_MODEL,
+    OWN_PROMPTS,
+    Prompt,
+    by_class,
+    few_of_each,
+    model_directory,
+    read_prompts,
+)
+from tests.bench.ratios import median_ratio, paired_median, rotated
 from tests.bench.timed import timed
 
 SHORTEST_ANSWER = 16
@@ -107,8 +114,7 @@ def measure(
             rates: dict[str, list[float]] = {}
             texts: dict[str, tuple[int, ...]] = {}
             for number in range(rounds):
-                shift = (number + place) % len(drafters)
-                for drafter in (*drafters[shift:], *drafters[:shift]):
+                for drafter in rotated(drafters, number + place):
                     answer = timed(client, prompt, drafter, max_tokens, "table")
                     texts[drafter] = answer.token_ids
                     if answer.tokens >= SHORTEST_ANSWER:
@@ -119,8 +125,7 @@ def measure(
             wrong += sum(text != texts[PLAIN] for text in texts.values())
             for drafter in drafters:
                 if drafter in rates:
-                    pairs = zip(rates[drafter], rates[PLAIN], strict=True)
-                    ratio = median(speculating / plain for speculating, plain in pairs)
+                    ratio = paired_median(rates[drafter], rates[PLAIN])
                     for name in (prompt.prompt_class, ALL_CLASSES):
                         cells[drafter, name].ratios.append(ratio)
     return cells, wrong
@@ -249,7 +254,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     model = model_directory(options.model)
     found = read_prompts(options.prompts, Tokenizer.from_directory(model))
-    prompts = [prompt for group in by_class(found).values() for prompt in group[: options.per_class]]
+    prompts = few_of_each(found, options.per_class)
     with (
         tempfile.TemporaryDirectory(prefix="outrider-bench-") as work,
         _served(options, model, Path(work)) as cluster,

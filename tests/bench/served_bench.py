@@ -37,7 +37,7 @@ from tests.bench.prompts import (
     model_directory,
     read_prompts,
 )
-from tests.bench.ratios import MedianRatio, median_ratio
+from tests.bench.ratios import MedianRatio, median_ratio, paired_median, rotated
 from tests.bench.timed import timed
 
 HOME_CLASSES = ("summarisation", "summarization", "rag", "structured", "code-edit")
@@ -103,8 +103,7 @@ def measure_classes(options: Options, cluster: LocalCluster, prompts: Sequence[P
         for number in range(options.rounds):
             console.print(f"classes: round {number + 1} of {options.rounds}", style="dim")
             for place, prompt in enumerate(prompts):
-                shift = (number + place) % len(DRAFTERS)
-                for drafter in DRAFTERS[shift:] + DRAFTERS[:shift]:
+                for drafter in rotated(DRAFTERS, number + place):
                     result = timed(client, prompt, drafter, options.max_tokens, "classes")
                     if result.tokens >= SHORTEST_ANSWER:
                         rates.setdefault((prompt.prompt_id, drafter), []).append(result.rate)
@@ -128,8 +127,7 @@ def _auto_finding(name: str, ratio: MedianRatio) -> Finding:
 
 def _prompt_ratio(rates: dict[tuple[str, str], list[float]], prompt_id: str, drafter: str) -> float:
     """The median over rounds of one prompt's ratio to plain."""
-    pairs = zip(rates[prompt_id, drafter], rates[prompt_id, "none"], strict=True)
-    return statistics.median(speculating / plain for speculating, plain in pairs)
+    return paired_median(rates[prompt_id, drafter], rates[prompt_id, "none"])
 
 
 def _class_ratios(
@@ -160,13 +158,8 @@ def _print_classes(ngram: dict[str, MedianRatio], auto: dict[str, MedianRatio]) 
     for heading in ("class", "prompts", "ngram", "auto"):
         table.add_column(heading, justify="left" if heading == "class" else "right")
     for name, ratio in ngram.items():
-        table.add_row(name, str(ratio.count), _cell(ratio), _cell(auto[name]))
+        table.add_row(name, str(ratio.count), str(ratio), str(auto[name]))
     console.print(table)
-
-
-def _cell(ratio: MedianRatio) -> str:
-    bound = "–" if ratio.lower_bound is None else f"{ratio.lower_bound:.2f}"
-    return f"{ratio.median:.2f} ({bound})"
 
 
 def measure_load(options: Options, cluster: LocalCluster, prompts: Sequence[Prompt]) -> list[Finding]:
@@ -183,7 +176,7 @@ def measure_load(options: Options, cluster: LocalCluster, prompts: Sequence[Prom
             seconds = {arm: arm.measure(group, options.max_tokens, f"load-{batch}-{place}") for arm in order}
             ratios.append(seconds[arms[0]] / seconds[arms[1]])
         ratio = median_ratio(ratios)
-        console.print(f"auto / plain, {batch} at a time: {_cell(ratio)}, {ratio.count} batches")
+        console.print(f"auto / plain, {batch} at a time: {ratio}, {ratio.count} batches")
         found.append(_auto_finding(f"{batch} at a time", ratio))
     return found
 

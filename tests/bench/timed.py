@@ -9,13 +9,38 @@ from tests.bench.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """Seconds to the first token, tokens in all, and tokens a second after the first ones; what came, and how."""
+class TokenTimes:
+    """One answer's tokens, and the seconds from asking to the first of them and to the last.
 
-    first_s: float
-    tokens: int
-    rate: float
+    `first_tokens`: how many came together at `first_s`.
+    """
+
     token_ids: tuple[int, ...]
+    first_tokens: int
+    first_s: float
+    whole_s: float
+
+    @property
+    def tokens(self) -> int:
+        """In all."""
+        return len(self.token_ids)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second after the first ones; 0 where there are no others."""
+        rest = self.tokens - self.first_tokens
+        return rest / (self.whole_s - self.first_s) if rest else 0.0
+
+    @property
+    def whole_rate(self) -> float:
+        """Tokens a second of the whole answer, its prompt included."""
+        return self.tokens / self.whole_s
+
+
+@dataclass(frozen=True, slots=True)
+class Timed(TokenTimes):
+    """An answer of the served system, and how it was drafted."""
+
     speculation: Speculation
 
 
@@ -36,9 +61,6 @@ def timed(
     first_s, first_tokens = 0.0, 0
     for delta in stream:
         if not first_tokens:
-            first_s, first_tokens = time.perf_counter(), len(delta.token_ids)
-    rest_s = time.perf_counter() - first_s
-    token_ids = tuple(stream.result.token_ids)
-    rest = len(token_ids) - first_tokens
-    rate = rest / rest_s if rest else 0.0
-    return Timed(first_s - started_s, len(token_ids), rate, token_ids, stream.result.speculation)
+            first_s, first_tokens = time.perf_counter() - started_s, len(delta.token_ids)
+    whole_s = time.perf_counter() - started_s
+    return Timed(tuple(stream.result.token_ids), first_tokens, first_s, whole_s, stream.result.speculation)

@@ -11,7 +11,7 @@ COUPLING = Coupling(total_variation=0.5, best=0.5, shared_noise=0.4, bound=1 / 3
 def answer(token_ids: tuple[int, ...], rate: float) -> Timed:
     """Of four steps, three of which offered two tokens."""
     report = Speculation("eagle3", "chat", 2, 1.5, 4, 6, 3, 0.5, 1.75, (3, 2), (2, 1), None)
-    return Timed(0.1, len(token_ids), rate, token_ids, report)
+    return Timed(token_ids, 1, 0.1, 0.1 + (len(token_ids) - 1) / rate, report)
 
 
 def arms_of(**token_ids: tuple[int, ...]) -> dict[str, Arm]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.bench.ratios import lower_bound_of_median, median_ratio, ratios_by_prompt
+from tests.bench.ratios import lower_bound_of_median, median_ratio, paired_median, ratios_by_prompt, rotated
 
 
 def test_four_values_are_too_few_for_a_bound() -> None:
@@ -32,6 +32,20 @@ def test_bound_is_above_the_true_median_in_at_most_five_percent_of_samples() -> 
 def test_median_of_no_ratios_is_refused() -> None:
     with pytest.raises(ValueError):
         median_ratio([])
+
+
+def test_each_arm_is_first_in_turn() -> None:
+    orders = [rotated(("a", "b", "c"), turn) for turn in range(4)]
+    assert orders == [("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b"), ("a", "b", "c")]
+
+
+def test_paired_median_is_of_the_ratios_round_by_round() -> None:
+    assert paired_median([10.0, 30.0, 8.0], [5.0, 10.0, 8.0]) == 2.0
+
+
+def test_ratios_of_unequal_numbers_of_rounds_are_refused() -> None:
+    with pytest.raises(ValueError):
+        paired_median([1.0, 2.0], [1.0])
 
 
 def test_a_prompt_counts_once_by_the_median_of_the_rounds_that_both_arms_have() -> None:
