@@ -3,6 +3,8 @@
 python peer_llama_cpp.py GGUF
 
 Its C interface by way of llama-cpp-python, with its own defaults: the wrapper's loop would cost it time at every token.
+On a CPU with AMX gcc 12 miscompiles it (ggml_tile_config_init: the stores of the tile configuration are dropped, and
+the first prompt ends in a segmentation fault); `asm volatile("" : "+m"(tc));` before `_tile_loadconfig(&tc);` mends it.
 """
 
 import os
