@@ -10,7 +10,7 @@ import mmap
 import os
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -187,15 +187,21 @@ class _Segment:
 class Corpus:
     """A corpus open for lookups. Immutable: text that is added later is seen by opening it again."""
 
-    def __init__(self, directory: Path, vocabulary: str) -> None:
-        """Raises InvalidArgument naming the file that is missing, damaged, or of another tokenizer."""
+    def __init__(self, directory: Path, vocabulary: str, before: "Corpus | None" = None) -> None:
+        """`before`: the same corpus opened earlier, whose segments need not be read again.
+
+        Raises InvalidArgument naming the file that is missing, damaged, or of another tokenizer.
+        """
         self.manifest = read_manifest(directory)
         if self.manifest.vocabulary != vocabulary:
             raise InvalidArgument(_FIELD, f"{directory} was built with another tokenizer than the target's")
         self._encoding = f">u{self.manifest.token_bytes}"
-        self._segments = [
-            _Segment(directory, entry, self.manifest.token_bytes) for entry in self.manifest.segments
-        ]
+        known: Mapping[SegmentEntry, _Segment] = {} if before is None else before.by_entry
+        self.by_entry: Mapping[SegmentEntry, _Segment] = {
+            entry: known.get(entry) or _Segment(directory, entry, self.manifest.token_bytes)
+            for entry in self.manifest.segments
+        }
+        self._segments = tuple(self.by_entry.values())
 
     def continuations(
         self, token_ids: Sequence[int], min_match: int, max_match: int, depth: int, most: int

@@ -52,7 +52,7 @@ class RestDrafter:
         if changed_ns not in (0, self._modified_ns):
             self._modified_ns = changed_ns
             try:
-                self._corpus = Corpus(self._directory, self._vocabulary)
+                self._corpus = Corpus(self._directory, self._vocabulary, self._corpus)
             except InvalidArgument as error:
                 _LOG.warning("the changed corpus is not used, the earlier one goes on: %s", error.message)
 

@@ -138,6 +138,17 @@ def test_text_that_is_added_is_seen_by_the_next_request(tmp_path: Path) -> None:
     assert len(read_manifest(tmp_path).segments) == 2
 
 
+def test_what_is_open_already_is_not_read_again(tmp_path: Path) -> None:
+    build(tmp_path, [[1, 2, 3]])
+    before = Corpus(tmp_path, VOCABULARY)
+    build(tmp_path, [[7, 8, 9]])
+    after = Corpus(tmp_path, VOCABULARY, before)
+    assert after.continuations([7, 8], 2, 8, 1, 10) == [(9,)]
+    assert [entry for entry in after.by_entry if after.by_entry[entry] is before.by_entry.get(entry)] == list(
+        before.by_entry
+    )
+
+
 def test_a_change_for_the_worse_leaves_the_earlier_corpus_in_use(tmp_path: Path) -> None:
     rest = drafter(build(tmp_path, [[1, 2, 3]]))
     (tmp_path / "manifest.json").write_text("{}")
