@@ -133,7 +133,7 @@ class HeadSettings(Section):
         description="Folder of the head, as `outrider train` writes it. None: the one that ships for the target.",
     )
     draft_length: int = Field(4, ge=1, le=16, description="Default K.")
-    draft_width: int = Field(4, ge=1, le=16, description="Default width; 1 is a chain.")
+    draft_width: int = Field(3, ge=1, le=16, description="Default width; 1 is a chain.")
     max_draft_length: int = Field(8, ge=1, le=16, description="Largest K.")
     min_probability: float = Field(
         0.05, ge=0.0, lt=1.0, description="A path that the head thinks less likely is drafted no further."
@@ -144,6 +144,7 @@ class HeadSettings(Section):
 class MedusaSettings(HeadSettings):
     """Heads that each say one of the next tokens, as `outrider train medusa` writes them."""
 
+    draft_width: int = Field(4, ge=1, le=16, description="Default width; 1 is a chain.")
     min_probability: float = Field(0.02, ge=0.0, lt=1.0, description="Less likely nodes are not drafted.")
     tree: Literal["measured", "confident"] = Field(
         "measured",

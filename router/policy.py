@@ -26,9 +26,9 @@ from core.records import (
 from core.settings import ClassPolicy
 from router.validate import AUTO, CLASS_SPELLINGS, NO_DRAFTER
 
-_REPEATS = ("ngram", "eagle3", "mtp", "medusa")
+_REPEATS = ("specinfer", "ngram", "eagle3", "mtp", "medusa")
 """First guesses where the answer repeats what was seen."""
-_SAYS_NEW = ("eagle3", "mtp", "medusa", "ngram")
+_SAYS_NEW = ("specinfer", "eagle3", "mtp", "medusa", "ngram")
 """First guesses where it does not."""
 
 DEFAULT_POLICIES: Mapping[RequestClass, ClassPolicy] = {
