@@ -1,5 +1,6 @@
 """From rollouts to a trained draft of any kind: features, training, judging on rollouts held back, writing."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -84,6 +85,16 @@ def train_head(
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """The trained head that a training begins with; `digest` is of its weights."""
+
+    artifact: Path
+    head: DraftHead
+    manifest: ArtifactManifest
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Begun:
     """A head that is about to be trained, and what it is trained and judged on. `started_with`: see `HeadRun.start`."""
 
@@ -93,12 +104,13 @@ class Begun:
     judging: FeatureCache
     recipe: Recipe
     config: ModelConfig
-    started_with: ArtifactManifest | None
+    started_with: Started | None
 
     def trainer(self, head: DraftHead, plan: TrainingPlan, out: Path) -> Trainer:
         """Of `head`, with its checkpoint under `out`. Raises InvalidArgument where one there does not fit."""
         watched = tuple(islice(all_of(self.judging), _WATCHED_ROLLOUTS))
-        return Trainer(head, self.target, self.training, plan, out / CHECKPOINTS, watched)
+        start = "" if self.started_with is None else self.started_with.digest
+        return Trainer(head, self.target, self.training, plan, out / CHECKPOINTS, watched, start)
 
 
 def begin(
@@ -115,6 +127,7 @@ def begin(
     files = open_model(run.place.model)
     config = files.config
     layers = run.options.trained_layers(config)
+    before = None if run.start is None else _read_start(run.start, recipe, layers)
     prepared = _prepared(run.place, recipe, layers, (kept, held), stage, stop)
     if prepared is None:
         return None
@@ -123,25 +136,39 @@ def begin(
     ids = draft_vocabulary(kept, min(run.options.draft_vocab, config.vocab_size))
     head = run.options.make(config, ids)
     head.begin(files, target)
-    started_with = None if run.start is None else _start(head, run.start, recipe, layers)
+    if before is not None:
+        _start(head, before)
     _require_judged(held, head.depth)
-    return Begun(head, target, training, judging, recipe, config, started_with)
+    return Begun(head, target, training, judging, recipe, config, before)
 
 
-def _start(head: DraftHead, artifact: Path, recipe: Recipe, layers: tuple[int, ...]) -> ArtifactManifest:
-    """Gives `head` the weights and draft vocabulary of an artifact. Raises InvalidArgument where it does not fit."""
-    before, manifest = read_head(artifact)
+def _read_start(artifact: Path, recipe: Recipe, layers: tuple[int, ...]) -> Started:
+    """Raises InvalidArgument where it is of another target or was trained on other layers."""
+    head, manifest = read_head(artifact)
     wanted = {
-        "kind": (manifest.kind, head.kind),
         "target_revision": (manifest.target_revision, recipe.model_revision),
         "recipe.trained_layers": (_trained_layers(manifest), layers),
-        "shape": (dict(before.sizes()), dict(head.sizes())),
     }
+    _require_equal(artifact, wanted)
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in head.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return Started(artifact, head, manifest, digest.hexdigest())
+
+
+def _start(head: DraftHead, before: Started) -> None:
+    """Gives `head` its weights and draft vocabulary. Raises InvalidArgument where it is of another kind or size."""
+    theirs, ours = before.head.sizes(), head.sizes()
+    wanted: dict[str, tuple[object, object]] = {"kind": (before.head.kind, head.kind)}
+    wanted |= {f"shape.{name}": (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
+    _require_equal(before.artifact, wanted)
+    head.load_state_dict(before.head.state_dict())
+
+
+def _require_equal(artifact: Path, wanted: Mapping[str, tuple[object, object]]) -> None:
     for name, (theirs, ours) in wanted.items():
         if theirs != ours:
             raise InvalidArgument("start", f"{artifact}: {name} is {theirs}, this training's {ours}")
-    head.load_state_dict(before.state_dict())
-    return manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +288,7 @@ def manifest_of(
         "tokens": progress.tokens,
     }
     if begun.started_with is not None:
-        trained["started_with"] = dict(begun.started_with.recipe)
+        trained["started_with"] = dict(begun.started_with.manifest.recipe)
     return ArtifactManifest(
         format=FORMAT,
         kind=begun.head.kind,

@@ -88,8 +88,12 @@ class Trainer:
         plan: TrainingPlan,
         folder: Path,
         watched: Sequence[Features] = (),
+        start: str = "",
     ) -> None:
-        """Raises InvalidArgument where there is nothing to train on, or the checkpoint is of another plan or head."""
+        """`start`: digest of the weights that `head` was given; "" where they are fresh.
+
+        Raises InvalidArgument where there is nothing to train on, or the checkpoint is of another plan or head.
+        """
         self.head = head
         self.progress = Progress()
         self.total_tokens = _total_tokens(plan, features)
@@ -101,6 +105,7 @@ class Trainer:
         self._plan = plan
         self._folder = folder
         self._watched = watched
+        self._start = start
         groups = [{"params": trained, "share": share} for share, trained in head.learning_rates()]
         self._optimiser = torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95), fused=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +170,7 @@ class Trainer:
         except Exception as error:  # boundary: the library raises its own error for a bad file
             raise InvalidArgument("out", f"{path} is no checkpoint: {error}") from error
         for name, ours in self._made_by().items():
-            if made_by.get(name) != ours:
+            if made_by.get(name, "") != ours:
                 raise InvalidArgument("out", f"{path} was made by another {name}; take another folder")
         state = self._optimiser.state_dict()
         try:
@@ -188,6 +193,7 @@ class Trainer:
             "set of rollouts": digest.hexdigest(),
             "target": self._features.revision,
             "choice of layers": list(self._features.layers),
+            "start": self._start,
         }
 
     def _batches(self) -> Iterator[list[Features]]:

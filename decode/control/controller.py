@@ -173,11 +173,14 @@ class DraftLengthController:
     def pays_ahead(self, key: int, known: int, length: int, deeper: int) -> bool:
         """Whether to draft to depth `deeper` while a draft is verified, in the hope that its first `known` tokens hold.
 
-        Held, it saves half of a step of a target in two stages and the draft of `length` that would come next; the
-        time of the deeper draft is spent in any case.
+        These are a draft and the token behind it, of whose depth nothing need have been measured: its chance is taken
+        for that of the draft's last token. Held, it saves half of a step of a target in two stages and the draft of
+        `length` that would come next; the time of the deeper draft is spent in any case. Weighed as if the choice were
+        alone: of several that share the time of a draft each asks for all of it.
         """
         state = self._choices[key]
-        chance = math.prod(_candidate(state, known).rates)
+        rates = _candidate(state, known - 1).rates
+        chance = math.prod(rates) * rates[-1]
         table = self.draft_times.get(state.choice.drafter)
         seconds = table.seconds if table else ()
         saved_s = seconds_at(self.step_time.seconds, 1 + length) / 2 + seconds_at(seconds, length)

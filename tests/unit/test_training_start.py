@@ -63,8 +63,8 @@ def test_it_begins_with_the_weights_and_the_vocabulary_of_the_head(
 @pytest.mark.parametrize(
     ("options", "start", "said"),
     [
-        (HEADS["eagle3"], "mtp", "start: {start}: kind is mtp, this training's eagle3"),
-        ("medusa --heads 3 --draft-vocab 64", "medusa", "start: {start}: shape is "),
+        (HEADS["medusa"], "mtp", "start: {start}: kind is mtp, this training's medusa"),
+        ("medusa --heads 3 --draft-vocab 64", "medusa", "start: {start}: shape."),
         (f"{HEADS['eagle3']} --layers 0,2", "eagle3", "start: {start}: recipe.trained_layers is "),
         (HEADS["eagle3"], "features", "is no manifest of a draft"),
     ],
@@ -77,3 +77,10 @@ def test_a_head_that_does_not_fit_is_refused(
     assert refused.exit_code == 2, refused.output
     assert said.format(start=heads / start) in " ".join(refused.stderr.split())
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_run_goes_on_from_its_own_start_only(tiny: tuple[Path, Path], heads: Path, tmp_path: Path) -> None:
+    line = line_of(tiny, HEADS["medusa"], tmp_path, heads / "features") + " --tokens 1"
+    done(f"{line} --start {heads / 'medusa'}")
+    assert "another start; take another folder" in " ".join(command(line).stderr.split())
+    done(f"{line} --start {heads / 'medusa'}")

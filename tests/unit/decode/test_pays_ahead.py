@@ -10,13 +10,13 @@ STEP_S = 0.030
 KEY = 1
 
 
-def controller(rate: float, draft_s_by_depth: float) -> DraftLengthController:
-    """One choice whose drafts hold at every depth with chance `rate`; drafts cost so much for each of their tokens."""
+def controller(rate: float, draft_s_by_depth: float, asked: int = 1) -> DraftLengthController:
+    """One choice whose drafts of `asked` hold at every depth with chance `rate`, and cost so much a token."""
     made = DraftLengthController(64)
     made.add(ControlledChoice(KEY, "eagle3", "chat", max_length=16, default_length=4))
     random = Random(0)
     for _ in range(2000):
-        made.observe(KEY, 16, next(depth for depth in range(17) if depth == 16 or random.random() >= rate))
+        made.observe(KEY, asked, next(n for n in range(asked + 1) if n == asked or random.random() >= rate))
     for rows in range(1, 12):
         made.record_step(rows, STEP_S)
     for depth in range(1, 12):
@@ -41,9 +41,8 @@ def test_it_pays_where_half_a_step_times_the_chance_is_more_than_the_draft(
 
 
 def test_a_longer_burst_is_held_more_seldom() -> None:
-    made = controller(0.7, 0.001)
-    assert made.pays_ahead(KEY, known=2, length=1, deeper=3)
-    assert not made.pays_ahead(KEY, known=6, length=5, deeper=11)
+    assert controller(0.7, 0.001).pays_ahead(KEY, known=2, length=1, deeper=3)
+    assert not controller(0.7, 0.001, asked=5).pays_ahead(KEY, known=6, length=5, deeper=11)
 
 
 def test_drafts_that_were_never_timed_are_tried() -> None:
