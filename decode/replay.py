@@ -1,6 +1,6 @@
 """An answer by hand, outside the decode loop: the target continues a prompt, and a drafter drafts behind its tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
 from torch import Tensor
@@ -68,11 +68,11 @@ def request_over(
     )
 
 
-def drafts_along(drafter: Drafter, request: DraftRequest, token_ids: Sequence[int]) -> Iterator[Draft]:
+def drafts_along(drafter: Drafter, request: DraftRequest, token_ids: Sequence[int]) -> Generator[Draft]:
     """A draft of one token at every position from the history's end to that of `token_ids`, in order.
 
     `token_ids` are prompt and answer; the history holds their beginning and gets each token after its draft. The
-    drafter lets go of the request when the iterator ends or is closed. Raises what the drafter raises.
+    drafter lets go of the request when the generator ends or is closed. Raises what the drafter raises.
     """
     drafter.start(request)
     try:

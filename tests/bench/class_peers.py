@@ -27,11 +27,11 @@ from rich.table import Table
 from cluster.local import LocalCluster
 from core.tokenizer import Tokenizer
 from outrider import Client
-from tests.bench.drafter_table import ALL_CLASSES, PLAIN, SHORTEST_ANSWER
+from tests.bench.drafter_table import ALL_CLASSES, PLAIN
 from tests.bench.peers import llama_cpp
 from tests.bench.prompts import DEFAULT_MODEL, OWN_PROMPTS, Prompt, few_of_each, model_directory, read_prompts
 from tests.bench.ratios import MedianRatio, median_ratio, paired_median, rotated
-from tests.bench.timed import TokenTimes, timed
+from tests.bench.timed import SHORTEST_ANSWER, TokenTimes, timed
 
 PEER = "llama.cpp"
 GOAL_CLASSES = ("code", "structured", "summarisation", "summarization")

@@ -31,13 +31,12 @@ from outrider import Client, GenerateOptions
 from tests.bench.coupling import Coupling, mean_coupling
 from tests.bench.head_alone import HeadAlone
 from tests.bench.prompts import DEFAULT_MODEL, OWN_PROMPTS, Prompt, model_directory, read_prompts
-from tests.bench.ratios import median_ratio, ratios_by_prompt
-from tests.bench.timed import Timed, timed
+from tests.bench.ratios import median_ratio, ratios_by_prompt, rotated
+from tests.bench.timed import SHORTEST_ANSWER, Timed, timed
 
 PLAIN, INVARIANT, REJECTION = "none", "invariant", "rejection"
 ARMS = (PLAIN, INVARIANT, REJECTION)
 PAIRS = ((INVARIANT, PLAIN), (REJECTION, PLAIN), (INVARIANT, REJECTION))
-SHORTEST_ANSWER = 16
 WISHED = 0.85
 """Of rejection's speed, which invariant mode should keep."""
 console = Console(highlight=False, width=120)
@@ -107,8 +106,7 @@ def measure_served(client: Client, prompts: Sequence[Prompt], options: argparse.
         for place, prompt in enumerate(
             track(prompts, f"round {number + 1}", console=console, transient=True)
         ):
-            shift = (number + place) % len(ARMS)
-            for name in (*ARMS[shift:], *ARMS[:shift]):
+            for name in rotated(ARMS, number + place):
                 answer = _ask(client, prompt, name, number, options)
                 arms[name].take((prompt.prompt_id, number), answer)
     return arms

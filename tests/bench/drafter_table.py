@@ -37,9 +37,8 @@ from tests.bench.prompts import (
     read_prompts,
 )
 from tests.bench.ratios import median_ratio, paired_median, rotated
-from tests.bench.timed import timed
+from tests.bench.timed import SHORTEST_ANSWER, timed
 
-SHORTEST_ANSWER = 16
 PLAIN = "none"
 AUTO = "auto"
 ALL_CLASSES = "all"
@@ -56,7 +55,6 @@ class Cell:
 
     steps: int = 0
     step_tokens: float = 0.0
-    draft_length_sum: float = 0.0
     nodes: int = 0
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -68,10 +66,8 @@ class Cell:
         """One answer."""
         self.steps += report.steps
         self.step_tokens += (report.acceptance_length or 0.0) * report.steps
-        levels = (report.draft_length_mean or 0.0) * report.steps
-        self.draft_length_sum += levels
         self.taken[report.drafter] += 1
-        self.levels[report.drafter] += round(levels)
+        self.levels[report.drafter] += round((report.draft_length_mean or 0.0) * report.steps)
         self.nodes += report.proposed_nodes
         for mine, theirs in (
             (self.offered, report.position_offered),
@@ -93,7 +89,7 @@ class Cell:
         return {
             "acceptance_length": round(self.step_tokens / self.steps, 3) if self.steps else None,
             "rates": rates,
-            "draft_length_mean": round(self.draft_length_sum / self.steps, 2) if self.steps else None,
+            "draft_length_mean": round(self.levels.total() / self.steps, 2) if self.steps else None,
             "nodes_a_step": round(self.nodes / self.steps, 2) if self.steps else None,
             "speed": round(speed.median, 3) if speed else None,
             "speed_bound": round(speed.lower_bound, 3) if speed and speed.lower_bound is not None else None,
@@ -131,11 +127,13 @@ def measure(
     return cells, wrong
 
 
-def learn(client: Client, prompts: Sequence[Prompt], answers: int, max_tokens: int) -> None:
-    """Lets `auto` answer so many prompts of each class, unmeasured: it has tried its candidates then."""
+def learn(client: Client, prompts: Sequence[Prompt], answers: int, max_tokens: int) -> Cell:
+    """Lets `auto` answer so many prompts of each class, unmeasured: it has tried its candidates then. What it did."""
+    cell = Cell()
     for group in track(by_class(prompts).values(), "auto learns", console=console, transient=True):
         for number in range(answers):
-            timed(client, group[number % len(group)], AUTO, max_tokens, "table")
+            cell.add(timed(client, group[number % len(group)], AUTO, max_tokens, "table").speculation)
+    return cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +262,10 @@ def main(arguments: Sequence[str]) -> int:
         hosted = tuple(name for name in worker.drafters if name not in APPROXIMATE)
         names = tuple(options.drafters.split(",")) if options.drafters else (*hosted, AUTO)
         drafters = (PLAIN, *(name for name in names if name != PLAIN))
-        if AUTO in drafters:
-            learn(client, found, options.learn, options.max_tokens)
+        learnt = learn(client, found, options.learn if AUTO in drafters else 0, options.max_tokens)
         cells, wrong = measure(client, prompts, drafters, options.rounds, options.max_tokens)
         spent = draft_costs(f"http://{worker.metrics_address}/metrics")
-    costs = cost_rows(spent, levels_drafted(cells))
+    costs = cost_rows(spent, levels_drafted(cells) + learnt.levels)
     show(cells, drafters, costs)
     console.print(f"{wrong} answers differ from plain decoding")
     if options.report is not None:

@@ -1,5 +1,6 @@
 """A target and one head in this process, without a server: both distributions at every position of an answer."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -63,12 +64,13 @@ class HeadAlone:
             )
             history = TokenHistory(prompt.token_ids, token_ids[num_prompt : num_prompt + 1])
             request = request_over(engine, table, history, sampling, seed, "rejection")
-            drafts = drafts_along(self.drafter, request, token_ids)
-            pairs = zip(plain.target_probs[1:], drafts, strict=True)
-            return token_ids[num_prompt:], [coupling_of(probs, _draft_probs(draft)) for probs, draft in pairs]
+            with closing(drafts_along(self.drafter, request, token_ids)) as drafts:
+                pairs = zip(plain.target_probs[1:], drafts, strict=True)
+                found = [coupling_of(probs, _draft_probs(draft)) for probs, draft in pairs]
         finally:
             engine.kv.close(table)
-            self.drafter.check()
+        self.drafter.check()
+        return token_ids[num_prompt:], found
 
 
 class _PlainDraws:

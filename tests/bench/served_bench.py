@@ -39,13 +39,12 @@ from tests.bench.prompts import (
     read_prompts,
 )
 from tests.bench.ratios import MedianRatio, median_ratio, paired_median, rotated
-from tests.bench.timed import timed
+from tests.bench.timed import SHORTEST_ANSWER, timed
 
 HOME_CLASSES = ("summarisation", "summarization", "rag", "structured", "code-edit")
 DRAFTERS = ("none", "ngram", "auto")
 FULL_CLASS = 30
 POOLED = "pooled"
-SHORTEST_ANSWER = 16
 SERVED_SHARE, HOME_SPEEDUP, AUTO_FLOOR = 0.9, 1.4, 0.98
 LOAD_BATCHES = (8, 32)
 FIRST_TOKEN_RATIO, FIRST_TOKEN_EXTRA_S = 1.15, 0.015

@@ -7,6 +7,9 @@ from outrider import Client, GenerateOptions
 from outrider.results import Speculation
 from tests.bench.prompts import Prompt
 
+SHORTEST_ANSWER = 16
+"""Tokens; the speed of a shorter answer says little."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:

@@ -32,3 +32,9 @@ def make_tiny_target(folder: Path, *, tokens: int = 1500, logit_scale: float = 1
     line = f"train rollouts --model {model} --out {folder}/rollouts --batch 8 --user-tokens 12"
     done(f"{line} --answer-tokens 16 --tokens {tokens} --threads 1")
     return model, folder / "rollouts"
+
+
+def training_line(tiny: tuple[Path, Path], options: str, out: Path, features: Path) -> str:
+    """One epoch of `outrider train` with `options`, its kind first, on what `make_tiny_target` made."""
+    line = f"train {options} --model {tiny[0]} --rollouts {tiny[1]} --out {out} --threads 1 --epochs 1"
+    return f"{line} --features {features}"

@@ -16,7 +16,7 @@ from core.whole_file import held_alone
 from decode.drafters.vocabulary import vocabulary_digest
 from engine.weights import open_model
 from tests.support.made_up_features import HIDDEN, IDS, CacheInMemory, followable, followable_cache, target_of
-from tests.support.tiny_rollouts import command, done, make_tiny_target
+from tests.support.tiny_rollouts import command, done, make_tiny_target, training_line
 from training.eagle3 import Eagle3Options
 from training.medusa import MedusaHeads, MedusaOptions
 from training.rollout_store import Recipe, Rollout, RolloutStore, read_recipe
@@ -40,11 +40,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_tiny_target(tmp_path_factory.mktemp("tiny"), tokens=700)
 
 
-def line_of(tiny: tuple[Path, Path], kind: str, out: Path, features: Path) -> str:
-    line = f"train {kind} --model {tiny[0]} --rollouts {tiny[1]} --out {out} --threads 1 --epochs 1"
-    return f"{line} --features {features}"
-
-
 def told(line: str, status: int = 2) -> str:
     refused = command(line)
     assert refused.exit_code == status, refused.output
@@ -60,12 +55,12 @@ def test_a_model_is_never_overwritten(kind: str, tiny: tuple[Path, Path], tmp_pa
     model = tmp_path / "model"
     shutil.copytree(tiny[0], model)
     before = contents(model)
-    line = line_of((model, tiny[1]), kind, model, tmp_path / "features")
+    line = training_line((model, tiny[1]), kind, model, tmp_path / "features")
     assert f"out: {model} holds a model; take another folder" in told(line)
     assert contents(model) == before
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "weights.gguf").touch()
-    line = line_of(tiny, kind, tmp_path / "gguf", tmp_path / "features")
+    line = training_line(tiny, kind, tmp_path / "gguf", tmp_path / "features")
     assert "gguf holds a model" in told(line)
     assert not (tmp_path / "features").exists()
 
@@ -76,25 +71,25 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
     (tmp_path / "file").touch()
     features = tmp_path / "features"
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert f"out: {out} is no folder" in told(line_of(tiny, "mtp", out, features))
+        assert f"out: {out} is no folder" in told(training_line(tiny, "mtp", out, features))
         assert f"out: {out} is no folder" in told(
             f"train rollouts --model {tiny[0]} --out {out} --tokens 1 --threads 1"
         )
     for plot in (tmp_path, tmp_path / "file" / "curve.png"):
-        line = line_of(tiny, "mtp", tmp_path / "out", features)
+        line = training_line(tiny, "mtp", tmp_path / "out", features)
         assert "plot: " in told(f"{line} --plot {plot}")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         status = 2 if out.exists() else 1
         assert str(tmp_path / "file") in told(f"models truncate {tiny[0]} --layers 1 --out {out}", status)
     assert not features.exists()
     assert not (tmp_path / "out").exists()
-    assert "files: " in told(line_of(tiny, "mtp", tmp_path / "out", tmp_path / "file"), status=1)
+    assert "files: " in told(training_line(tiny, "mtp", tmp_path / "out", tmp_path / "file"), status=1)
 
 
 def test_two_commands_are_not_at_work_in_one_folder(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    line = line_of(tiny, "medusa --heads 2 --draft-vocab 64", out, tmp_path / "features")
+    line = training_line(tiny, "medusa --heads 2 --draft-vocab 64", out, tmp_path / "features")
     with held_alone(out):
         assert f"out: another command is at work in {out}" in told(line, status=1)
         assert list(out.iterdir()) == []
@@ -117,7 +112,7 @@ def test_two_commands_are_not_at_work_in_one_folder(tiny: tuple[Path, Path], tmp
 def test_options_that_mean_nothing_are_refused_by_name(
     options: str, said: str, tiny: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    assert said in told(line_of(tiny, options, tmp_path / "out", tmp_path / "features"))
+    assert said in told(training_line(tiny, options, tmp_path / "out", tmp_path / "features"))
     assert not (tmp_path / "features").exists()
 
 
@@ -171,7 +166,7 @@ def test_rollouts_of_another_tokenizer_are_refused(tiny: tuple[Path, Path], tmp_
     assert open_model(model).revision() == open_model(tiny[0]).revision()
     digests = [vocabulary_digest(Tokenizer.from_directory(path)) for path in (model, tiny[0])]
     assert digests[0] != digests[1]
-    line = line_of((model, tiny[1]), "medusa", tmp_path / "out", tmp_path / "features")
+    line = training_line((model, tiny[1]), "medusa", tmp_path / "out", tmp_path / "features")
     assert f"rollouts: they were rolled out with another tokenizer than {model} has" in told(line)
 
 
@@ -237,7 +232,7 @@ def test_a_folder_with_odd_letters_does_not_end_a_stopped_run_with_an_error(
 def test_a_full_disk_is_told_and_the_checkpoint_before_stays(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     import resource
 
-    line = line_of(tiny, "medusa --heads 2 --draft-vocab 64", tmp_path / "out", tmp_path / "features")
+    line = training_line(tiny, "medusa --heads 2 --draft-vocab 64", tmp_path / "out", tmp_path / "features")
     done(line)
     before = (tmp_path / "out" / "checkpoint" / "checkpoint.safetensors").read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

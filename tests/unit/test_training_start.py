@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.tiny_rollouts import command, done, make_tiny_target
+from tests.support.tiny_rollouts import command, done, make_tiny_target, training_line
 
 HEADS = {
     "eagle3": "eagle3 --depth 2 --draft-vocab 64",
@@ -36,20 +36,15 @@ def heads(tiny: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """A folder with a trained head of each kind."""
     folder = tmp_path_factory.mktemp("heads")
     for name, options in HEADS.items():
-        done(line_of(tiny, options, folder / name, folder / "features"))
+        done(training_line(tiny, options, folder / name, folder / "features"))
     return folder
-
-
-def line_of(tiny: tuple[Path, Path], options: str, out: Path, features: Path) -> str:
-    line = f"train {options} --model {tiny[0]} --rollouts {tiny[1]} --out {out} --threads 1 --epochs 1"
-    return f"{line} --features {features}"
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_it_begins_with_the_weights_and_the_vocabulary_of_the_head(
     kind: str, tiny: tuple[Path, Path], heads: Path, tmp_path: Path
 ) -> None:
-    line = line_of(tiny, HEADS[kind], tmp_path, heads / "features")
+    line = training_line(tiny, HEADS[kind], tmp_path, heads / "features")
     done(f"{line} --tokens 1 --learning-rate 1e-12 --start {heads / kind}")
     before, after = (load_file(folder / "model.safetensors") for folder in (heads / kind, tmp_path))
     assert before.keys() == after.keys()
@@ -72,7 +67,7 @@ def test_it_begins_with_the_weights_and_the_vocabulary_of_the_head(
 def test_a_head_that_does_not_fit_is_refused(
     options: str, start: str, said: str, tiny: tuple[Path, Path], heads: Path, tmp_path: Path
 ) -> None:
-    line = line_of(tiny, options, tmp_path / "out", heads / "features")
+    line = training_line(tiny, options, tmp_path / "out", heads / "features")
     refused = command(f"{line} --start {heads / start}")
     assert refused.exit_code == 2, refused.output
     assert said.format(start=heads / start) in " ".join(refused.stderr.split())
@@ -80,7 +75,7 @@ def test_a_head_that_does_not_fit_is_refused(
 
 
 def test_a_run_goes_on_from_its_own_start_only(tiny: tuple[Path, Path], heads: Path, tmp_path: Path) -> None:
-    line = line_of(tiny, HEADS["medusa"], tmp_path, heads / "features") + " --tokens 1"
+    line = training_line(tiny, HEADS["medusa"], tmp_path, heads / "features") + " --tokens 1"
     done(f"{line} --start {heads / 'medusa'}")
     assert "another start; take another folder" in " ".join(command(line).stderr.split())
     done(f"{line} --start {heads / 'medusa'}")
