@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.drafter_settings import Quantisation
-from engine.quantise import quantised_product
+from core.drafter_settings import DraftQuantisation
+from engine.quantise import FEW_ROWS, fastest_quantisation, quantised_product
 
 PROBE_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 96, 128, 200, 256)
 _PROBE_OFFSETS = (0, 1, 5)
@@ -50,13 +50,25 @@ WIDE_PLANS = (RowPlan(128, 128),)
 calls have one shape nothing is probed, which would take longer than for the others."""
 
 
-def pack(weight: Tensor, quantisation: Quantisation = "none") -> PackedProduct:
+def pack(weight: Tensor, quantisation: DraftQuantisation = "none") -> PackedProduct:
     """The product x → x·weightᵀ for weight [outputs, inputs]; the caller drops its reference afterwards.
 
+    `quantisation` is that of products with `FEW_ROWS` at most; for more rows the weight is kept as it is, too.
     Raises InvalidArgument where `quantisation` is not possible for the weight.
     """
-    if quantisation != "none":
-        return quantised_product(weight, quantisation)
+    if quantisation is None:
+        quantisation = fastest_quantisation(weight)
+    if quantisation == "none":
+        return _whole(weight)
+    few, many = quantised_product(weight, quantisation), _whole(weight)
+
+    def multiply(rows: Tensor) -> Tensor:
+        return few(rows) if rows.shape[0] <= FEW_ROWS else many(rows)
+
+    return multiply
+
+
+def _whole(weight: Tensor) -> PackedProduct:
     if weight.device.type == "cpu" and _can_prepack(weight.dtype):
         return _prepacked(weight)
     return _plain(weight)

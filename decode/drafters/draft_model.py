@@ -29,6 +29,7 @@ from decode.sampling.draft_noise import DraftDraw, DrawnChildren, draw_children,
 from engine.block_table import BlockTable
 from engine.engine import Engine
 from engine.kv_cache import OutOfBlocks
+from engine.linear import CANDIDATE_PLANS, RowPlan
 from engine.step_batch import LogitRows, SequenceStep, StepResult
 
 LAG = 2
@@ -36,6 +37,9 @@ LAG = 2
 
 CATCH_UP_ROWS = 16
 """Further tokens that a proposal's first forward may make up: about what one row costs."""
+
+_ANY_ROWS = (RowPlan(),)
+"""Quantised products differ by their number of rows anyhow (`engine/linear.py`), which a draft may."""
 
 
 MAX_WIDTH = 8
@@ -103,8 +107,12 @@ class DraftModelDrafter:
             rates = manifest.acceptance.get("all", ())
         num_blocks = settings.num_blocks or target.settings.num_blocks
         update = {"num_blocks": num_blocks, "hidden_layers": (), "max_context": None, "core_turns": None}
+        plans = CANDIDATE_PLANS if settings.quantisation == "none" else _ANY_ROWS
         engine = Engine.load(
-            path, target.settings.model_copy(update=update), quantisation=settings.quantisation
+            path,
+            target.settings.model_copy(update=update),
+            quantisation=settings.quantisation,
+            row_plans=plans,
         )
         num_token_ids = min(num_token_ids, engine.config.vocab_size, target.config.vocab_size)
         return cls(engine, settings, num_token_ids, target.config.vocab_size, rates[0] if rates else None)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from core.drafter_settings import Quantisation
+from core.drafter_settings import DraftQuantisation
 from decode.drafters.head_model import HeadModel, HeadSizes
 from engine.engine import Engine
 
@@ -39,7 +39,7 @@ class Eagle3Model(HeadModel):
         kept_planes: Sequence[int],
         tensors: Mapping[str, Tensor],
         draft_ids: Tensor,
-        quantisation: Quantisation = "none",
+        quantisation: DraftQuantisation = "none",
     ) -> None:
         layer = {name: tensors[_LAYER + name] for name in sizes.layer_shapes()}
         super().__init__(engine, sizes, layer, draft_ids, quantisation)

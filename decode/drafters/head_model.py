@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.drafter_settings import Quantisation
+from core.drafter_settings import DraftQuantisation
 from engine.backends import make_backends
 from engine.engine import Engine
 from engine.kv_cache import KvCache, KvLayout
@@ -82,7 +82,7 @@ class HeadModel(ABC):
         sizes: HeadSizes,
         layer: Mapping[str, Tensor],
         draft_ids: Tensor,
-        quantisation: Quantisation,
+        quantisation: DraftQuantisation,
     ) -> None:
         """`layer`: tensors by the names of `layer_shapes`; draft_ids: Tensor  # [draft_vocab] int64, target ids."""
         self.sizes = sizes

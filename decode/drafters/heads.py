@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.drafter_settings import DraftersSettings, HeadSettings, Quantisation
+from core.drafter_settings import DraftersSettings, DraftQuantisation, HeadSettings
 from core.errors import FailedPrecondition, InvalidArgument
 from core.tokenizer import Tokenizer
 from decode.drafters.artifact import ArtifactManifest, read_manifest, read_tensors, require_target
@@ -140,7 +140,11 @@ def _places(directory: Path, manifest: ArtifactManifest, engine: Engine) -> list
 
 
 def _eagle3(
-    directory: Path, manifest: ArtifactManifest, sizes: HeadSizes, engine: Engine, quantisation: Quantisation
+    directory: Path,
+    manifest: ArtifactManifest,
+    sizes: HeadSizes,
+    engine: Engine,
+    quantisation: DraftQuantisation,
 ) -> HeadModel:
     tensors = read_tensors(directory, eagle3_shapes(sizes, len(manifest.hidden_layers)))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
@@ -148,7 +152,11 @@ def _eagle3(
 
 
 def _eagle(
-    directory: Path, manifest: ArtifactManifest, sizes: HeadSizes, engine: Engine, quantisation: Quantisation
+    directory: Path,
+    manifest: ArtifactManifest,
+    sizes: HeadSizes,
+    engine: Engine,
+    quantisation: DraftQuantisation,
 ) -> HeadModel:
     tensors = read_tensors(directory, eagle_shapes(sizes))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
@@ -156,7 +164,11 @@ def _eagle(
 
 
 def _mtp(
-    directory: Path, manifest: ArtifactManifest, sizes: HeadSizes, engine: Engine, quantisation: Quantisation
+    directory: Path,
+    manifest: ArtifactManifest,
+    sizes: HeadSizes,
+    engine: Engine,
+    quantisation: DraftQuantisation,
 ) -> HeadModel:
     tensors = read_tensors(directory, mtp_shapes(sizes))
     ids = draft_ids_of(directory, tensors["d2t"], engine.config.vocab_size)
@@ -174,7 +186,7 @@ def last_place(directory: Path, manifest: ArtifactManifest, engine: Engine) -> i
     return _places(directory, manifest, engine)[0]
 
 
-_MODELS: dict[str, Callable[[Path, ArtifactManifest, HeadSizes, Engine, Quantisation], HeadModel]] = {
+_MODELS: dict[str, Callable[[Path, ArtifactManifest, HeadSizes, Engine, DraftQuantisation], HeadModel]] = {
     "eagle3": _eagle3,
     "eagle": _eagle,
     "mtp": _mtp,

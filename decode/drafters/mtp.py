@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from core.drafter_settings import Quantisation
+from core.drafter_settings import DraftQuantisation
 from decode.drafters.head_model import HeadModel, HeadSizes
 from engine.engine import Engine
 
@@ -35,7 +35,7 @@ class MtpModel(HeadModel):
         kept_plane: int,
         tensors: Mapping[str, Tensor],
         draft_ids: Tensor,
-        quantisation: Quantisation = "none",
+        quantisation: DraftQuantisation = "none",
     ) -> None:
         layer = {name: tensors[_LAYER + name] for name in sizes.layer_shapes()}
         super().__init__(engine, sizes, layer, draft_ids, quantisation)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from core.drafter_settings import Quantisation
+from core.drafter_settings import DraftQuantisation
 from core.records import SamplingParams
 from decode.sampling.draft_noise import DraftDraw, DrawnToken, draw_draft
 from engine.engine import Engine
@@ -20,7 +20,7 @@ from engine.linear import Linear, pack
 class ReducedHead:
     """Hidden states as the target's head reads them → logits of `token_ids` → drawn tokens. Engine thread only."""
 
-    def __init__(self, engine: Engine, token_ids: Tensor, quantisation: Quantisation = "none") -> None:
+    def __init__(self, engine: Engine, token_ids: Tensor, quantisation: DraftQuantisation = "none") -> None:
         """token_ids: Tensor  # [draft vocabulary] int64, ascending, of the target's vocabulary"""
         with torch.inference_mode():
             self._product = Linear(pack(engine.output_rows(token_ids), quantisation), engine.weights.row_plan)
