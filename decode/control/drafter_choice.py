@@ -7,11 +7,12 @@ A request that has ended says how many tokens its steps emitted, x, and how many
     gain = Σ x / Σ y            its speed over plain decoding
     doubt = sqrt(Σ (x - gain · y)² + D²) / Σ y        standard error of that ratio, D tokens put on top
 
-Every candidate is tried by a few requests of a class, in the order given. After that requests take the candidate with
-the largest gain among those whose gain less its doubt is above 1, and plain decoding where there is none. One request
-in `EXPLORED_EVERY` goes to the candidate of which least is known instead; one in `DOUBTED_EVERY` to one that looks
-better than what is taken, by `WORTH_DOUBTING` at least, but not yet surely better than plain. Nothing is drawn at
-random, and no candidate is given up.
+Every candidate is tried by `TRIALS` requests of a class, in the order given, or fewer where its gain with its doubt is
+below another one's gain less its doubt. After that requests take the candidate with the largest gain among those whose
+gain less its doubt is above 1, and plain decoding where there is none. One request in `EXPLORED_EVERY` goes to the
+candidate of which least is known instead; one in `DOUBTED_EVERY` to the one that may bring most (gain with doubt), if
+that is more than what is taken brings, by `WORTH_DOUBTING` at least; where plain decoding is taken, to the one that
+brought most, if that is more than 1 by as much. Nothing is drawn at random, and no candidate is given up.
 """
 
 import math
@@ -63,13 +64,23 @@ class _Figures:
         return self.tokens / self.steps if self.steps > 0.0 else 1.0
 
     @property
-    def sure_gain(self) -> float:
-        """The gain less its doubt."""
+    def doubt(self) -> float:
+        """Of the gain; infinite where nothing was measured."""
         if self.steps <= 0.0:
-            return -math.inf
+            return math.inf
         gain = self.gain
         spread = self.tokens_squared - 2.0 * gain * self.tokens_steps + gain * gain * self.steps_squared
-        return gain - math.sqrt(max(0.0, spread) + _DOUBT_TOKENS**2) / self.steps
+        return math.sqrt(max(0.0, spread) + _DOUBT_TOKENS**2) / self.steps
+
+    @property
+    def sure_gain(self) -> float:
+        """The gain less its doubt."""
+        return self.gain - self.doubt
+
+    @property
+    def possible_gain(self) -> float:
+        """The gain with its doubt."""
+        return self.gain + self.doubt
 
 
 @dataclass(slots=True)
@@ -91,7 +102,8 @@ class DrafterChoice:
         known = self._classes.setdefault(request_class, _ClassFigures())
         known.requests += 1
         figures = self._figures(known, candidates)
-        least_tried = min(candidates, key=lambda name: figures[name].started)
+        hopeful = _hopeful(figures)
+        least_tried = min(hopeful, key=lambda name: figures[name].started)
         if figures[least_tried].started < TRIALS:
             chosen = least_tried
         else:
@@ -129,12 +141,21 @@ class DrafterChoice:
         if not others:
             return None
         level = 1.0 if taken == PLAIN else figures[taken].gain
-        doubted = max(others, key=lambda name: figures[name].gain)
-        if number % DOUBTED_EVERY == 0 and figures[doubted].gain > level * (1.0 + WORTH_DOUBTING):
+        promise = {
+            name: figures[name].gain if taken == PLAIN else figures[name].possible_gain for name in others
+        }
+        doubted = max(others, key=lambda name: promise[name])
+        if number % DOUBTED_EVERY == 0 and promise[doubted] > level * (1.0 + WORTH_DOUBTING):
             return doubted
         if number % EXPLORED_EVERY == 0:
             return min(others, key=lambda name: figures[name].steps)
         return None
+
+
+def _hopeful(figures: dict[str, _Figures]) -> list[str]:
+    """Those that may be the fastest; at least one."""
+    surest = max(one.sure_gain for one in figures.values())
+    return [name for name, one in figures.items() if one.possible_gain >= surest]
 
 
 def _best(figures: dict[str, _Figures]) -> str:

@@ -74,6 +74,25 @@ def test_a_gain_within_its_doubt_is_no_gain_and_is_looked_into() -> None:
     assert Counter(served(choice, 200, {"ngram": 1.05, "mtp": 0.9}, tokens=lambda number: 200))["ngram"] > 150
 
 
+def test_a_candidate_that_cannot_be_the_fastest_is_tried_no_further() -> None:
+    choice = DrafterChoice()
+    counts = Counter(served(choice, 6, {"specinfer": 2.0, "medusa": 0.9}, tokens=lambda number: 100))
+    assert counts == {"specinfer": 5, "medusa": 1}
+
+
+def test_one_that_may_be_faster_than_what_is_taken_is_looked_into_until_that_is_known() -> None:
+    choice = DrafterChoice()
+    for _ in range(TRIALS):
+        for name in ("ngram", "eagle3"):
+            assert choice.choose("chat", ("ngram", "eagle3")) == name
+    for _ in range(TRIALS):
+        choice.learn("chat", "ngram", 26, 20)
+        choice.learn("chat", "eagle3", 22, 19)
+    assert choice.best("chat", ("ngram", "eagle3")) == "ngram", "a few short answers"
+    counts = Counter(served(choice, 24, {"ngram": 1.3, "eagle3": 1.5}))
+    assert counts["eagle3"] >= 20, "its doubt reached beyond the other's gain"
+
+
 def test_one_lucky_answer_does_not_make_a_drafter_fast() -> None:
     choice = DrafterChoice()
     for _ in range(2 * TRIALS):
