@@ -174,7 +174,7 @@ async def run_arm(
     tally = Tally()
     places = asyncio.Semaphore(arm.concurrency)
     if arm.drafter == "cache":
-        for prompt in prompts:
+        for prompt in {prompt.prompt_id: prompt for prompt in prompts}.values():
             await ask(
                 client,
                 prompt,
@@ -216,7 +216,7 @@ async def run_arm(
 async def run_suite(
     client: AsyncClient, topologies: Sequence[str], prompts: Sequence[Prompt], options: Options
 ) -> dict[str, Tally]:
-    """All cells of these topologies on one deployment."""
+    """All cells of these topologies on one deployment, with few prompts several answers of each at once."""
     plain: dict[tuple[str, float], tuple[int, ...]] = {}
     for prompt in prompts:
         for temperature in TEMPERATURES:
@@ -225,8 +225,9 @@ async def run_suite(
     tallies: dict[str, Tally] = {}
     for topology in topologies:
         for arm in arms(topology):
-            few = prompts if arm.concurrency > 1 else prompts[: max(1, len(prompts) // 4)]
-            tally = await run_arm(client, arm, few, plain, options.max_tokens)
+            rounds = -(-arm.concurrency // len(prompts))
+            asked = [*prompts] * rounds if arm.concurrency > 1 else prompts[: max(1, len(prompts) // 4)]
+            tally = await run_arm(client, arm, asked, plain, options.max_tokens)
             tallies[arm.label] = tally
             if tally.differing or tally.notes:
                 console.print(f"{arm.label}: {tally.line()}")
