@@ -25,6 +25,7 @@ SORTED_TOKENS = 8
 """A match can be so long: suffixes are in order of so many ids."""
 SEGMENT_TOKENS = 2**24
 """Tokens of a segment at most: sorting one takes some 0.9 GiB."""
+_READ_BYTES = 2**22
 _FIELD = "corpus"
 _MANIFEST = "manifest.json"
 
@@ -154,11 +155,11 @@ def sort_suffixes(ids: Ids, token_bytes: int) -> Ids:
 class _Segment:
     """One memory-mapped segment."""
 
-    def __init__(self, directory: Path, entry: SegmentEntry, token_bytes: int) -> None:
+    def __init__(self, directory: Path, entry: SegmentEntry, token_bytes: int, in_background: bool) -> None:
         tokens_path, order_path = _paths(directory, entry.name)
         self._token_bytes = token_bytes
-        self._tokens = _map(tokens_path, entry.num_tokens * token_bytes)
-        self._order = memoryview(_map(order_path, entry.num_suffixes * 4)).cast("I")
+        self._tokens = _map(tokens_path, entry.num_tokens * token_bytes, in_background)
+        self._order = memoryview(_map(order_path, entry.num_suffixes * 4, in_background)).cast("I")
 
     def holds(self, run: bytes) -> bool:
         """Whether `run` occurs."""
@@ -188,7 +189,7 @@ class Corpus:
     """A corpus open for lookups. Immutable: text that is added later is seen by opening it again."""
 
     def __init__(self, directory: Path, vocabulary: str, before: "Corpus | None" = None) -> None:
-        """`before`: the same corpus opened earlier, whose segments need not be read again.
+        """`before`: the same corpus opened earlier, whose segments are not read again; other threads run meanwhile.
 
         Raises InvalidArgument naming the file that is missing, damaged, or of another tokenizer.
         """
@@ -198,7 +199,8 @@ class Corpus:
         self._encoding = f">u{self.manifest.token_bytes}"
         known: Mapping[SegmentEntry, _Segment] = {} if before is None else before.by_entry
         self.by_entry: Mapping[SegmentEntry, _Segment] = {
-            entry: known.get(entry) or _Segment(directory, entry, self.manifest.token_bytes)
+            entry: known.get(entry)
+            or _Segment(directory, entry, self.manifest.token_bytes, in_background=before is not None)
             for entry in self.manifest.segments
         }
         self._segments = tuple(self.by_entry.values())
@@ -277,14 +279,21 @@ def _paths(directory: Path, name: str) -> tuple[Path, Path]:
     return directory / f"{name}.tokens", directory / f"{name}.order"
 
 
-def _map(path: Path, num_bytes: int) -> mmap.mmap:
-    """Read whole beforehand: a lookup touches a page in a hundred places, and from disk each takes milliseconds."""
+def _map(path: Path, num_bytes: int, in_background: bool) -> mmap.mmap:
+    """Read whole beforehand: a lookup touches a page in a hundred places, and from disk each takes milliseconds.
+
+    Python holds its lock while it maps; in the background the file is therefore read first, and mapped page by page.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != num_bytes:
                 raise InvalidArgument(_FIELD, f"{path} has {size} bytes, the manifest says {num_bytes}")
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            if in_background:
+                buffer = bytearray(_READ_BYTES)
+                while file.readinto(buffer):
+                    pass
+            flags = mmap.MAP_SHARED if in_background else mmap.MAP_SHARED | mmap.MAP_POPULATE
             return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
     except OSError as error:
         raise InvalidArgument(_FIELD, f"{path}: {error.strerror}") from error

@@ -8,6 +8,7 @@ Method: REST, retrieval-based speculative decoding (He et al. 2024), here over a
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 
 from core.drafter_settings import RestSettings
 from core.errors import InvalidArgument
@@ -21,8 +22,31 @@ from decode.drafters.vocabulary import vocabulary_digest
 _LOG = logging.getLogger(__name__)
 
 
+class _Opening:
+    """A changed corpus on its way, opened on a thread of its own: the engine thread must not wait for a disk."""
+
+    def __init__(self, directory: Path, vocabulary: str, before: Corpus) -> None:
+        self.corpus: Corpus | None = None
+        self._arguments = (directory, vocabulary, before)
+        self._thread = Thread(target=self._open, name="corpus", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether `corpus` is what it will be: None where it will not do."""
+        return not self._thread.is_alive()
+
+    def _open(self) -> None:
+        try:
+            self.corpus = Corpus(*self._arguments)
+        except InvalidArgument as error:
+            _LOG.warning("the changed corpus is not used, the earlier one goes on: %s", error.message)
+        except Exception:
+            _LOG.exception("the changed corpus is not used, the earlier one goes on")
+
+
 class RestDrafter:
-    """Holds no state of requests. A corpus that was added to is opened again when the next request starts."""
+    """Holds no state of requests. A corpus that was added to is opened again when a request starts."""
 
     name = "rest"
 
@@ -34,6 +58,7 @@ class RestDrafter:
         self._num_token_ids = num_token_ids
         self._modified_ns = modified_ns(self._directory)
         self._corpus = Corpus(self._directory, vocabulary)
+        self._opening: _Opening | None = None
         self.needs = DrafterNeeds(
             max_draft_length=settings.max_draft_length,
             default_draft_length=min(settings.draft_length, settings.max_draft_length),
@@ -47,14 +72,12 @@ class RestDrafter:
         return cls(settings, vocabulary_digest(tokenizer), min(tokenizer.vocab_size, vocab_size))
 
     def start(self, request: DraftRequest) -> None:
-        """Sees what the corpus was given meanwhile. One that cannot be read leaves the old one in use."""
+        """Notices what the corpus was given meanwhile; drafts see that once it is open, and the old one until then."""
+        self._take_opened()
         changed_ns = modified_ns(self._directory)
-        if changed_ns not in (0, self._modified_ns):
+        if self._opening is None and changed_ns not in (0, self._modified_ns):
             self._modified_ns = changed_ns
-            try:
-                self._corpus = Corpus(self._directory, self._vocabulary, self._corpus)
-            except InvalidArgument as error:
-                _LOG.warning("the changed corpus is not used, the earlier one goes on: %s", error.message)
+            self._opening = _Opening(self._directory, self._vocabulary, self._corpus)
 
     def rebuild(self, request: DraftRequest) -> None:
         """As `start`."""
@@ -66,6 +89,7 @@ class RestDrafter:
 
     def propose(self, budgets: Sequence[DraftBudget]) -> Sequence[Draft]:
         """One draft for each budget; none where the latest tokens are not in the corpus."""
+        self._take_opened()
         return [self._propose_one(budget) for budget in budgets]
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -76,6 +100,11 @@ class RestDrafter:
 
     def check(self) -> None:
         """Nothing that could be broken."""
+
+    def _take_opened(self) -> None:
+        if self._opening is not None and self._opening.ended:
+            self._corpus = self._opening.corpus or self._corpus
+            self._opening = None
 
     def _propose_one(self, budget: DraftBudget) -> Draft:
         settings = self._settings

@@ -1,6 +1,9 @@
 """The corpus on disk and what is proposed out of it: what occurs is found, and nothing else."""
 
 import json
+import os
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -129,13 +132,38 @@ def test_equal_weights_are_in_the_order_seen() -> None:
     assert heaviest([(5, 6), (4, 6)], 2, 8, 10).token_ids == (5, 4, 6, 6)
 
 
-def test_text_that_is_added_is_seen_by_the_next_request(tmp_path: Path) -> None:
+def opened(rest: RestDrafter) -> None:
+    """Notices a change, and waits until it was looked at."""
+    rest.start(request_of([1], 1))
+    while any(thread.name == "corpus" for thread in threading.enumerate()):
+        time.sleep(0.001)
+
+
+def test_text_that_is_added_is_seen_once_it_is_open(tmp_path: Path) -> None:
     rest = drafter(build(tmp_path, [[1, 2, 3]]))
     assert propose(rest, [7, 8]).token_ids == ()
     build(tmp_path, [[7, 8, 9]])
+    opened(rest)
     assert propose(rest, [7, 8]).token_ids == (9,)
     assert propose(rest, [1, 2]).token_ids == (3,)
     assert len(read_manifest(tmp_path).segments) == 2
+
+
+def test_requests_do_not_wait_for_a_slow_disk_and_only_one_looks_at_a_change(tmp_path: Path) -> None:
+    rest = drafter(build(tmp_path, [[1, 2, 3]]))
+    manifest = tmp_path / "manifest.json"
+    build(tmp_path, [[7, 8, 9]])
+    content = manifest.read_text()
+    manifest.unlink()
+    os.mkfifo(manifest)  # whoever reads it waits for us
+    assert propose(rest, [1, 2]).token_ids == (3,)
+    assert propose(rest, [7, 8]).token_ids == ()
+    assert [thread.name for thread in threading.enumerate()].count("corpus") == 1
+    (tmp_path / "regular").write_text(content)
+    manifest.write_text(content)
+    (tmp_path / "regular").replace(manifest)
+    opened(rest)
+    assert propose(rest, [7, 8]).token_ids == (9,)
 
 
 def test_what_is_open_already_is_not_read_again(tmp_path: Path) -> None:
@@ -149,10 +177,19 @@ def test_what_is_open_already_is_not_read_again(tmp_path: Path) -> None:
     )
 
 
-def test_a_change_for_the_worse_leaves_the_earlier_corpus_in_use(tmp_path: Path) -> None:
+def test_a_change_for_the_worse_leaves_the_earlier_corpus_in_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rest = drafter(build(tmp_path, [[1, 2, 3]]))
     (tmp_path / "manifest.json").write_text("{}")
+    opened(rest)
+    assert "the earlier one goes on" in caplog.text
     assert propose(rest, [1, 2]).token_ids == (3,)
+    build(tmp_path / "other", [[1, 2, 4]])
+    for path in (tmp_path / "other").iterdir():
+        path.replace(tmp_path / path.name)
+    opened(rest)
+    assert propose(rest, [1, 2]).token_ids == (4,), "mended"
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
