@@ -29,9 +29,14 @@ def make_tiny_target(folder: Path, *, tokens: int = 1500, logit_scale: float = 1
     """Target and rollouts of so many answer tokens, in `folder`."""
     model = make_tiny_model(folder / "tiny", vocab=300, logit_scale=logit_scale)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    line = f"train rollouts --model {model} --out {folder}/rollouts --batch 8 --user-tokens 12"
+    return model, make_rollouts(model, folder / "rollouts", tokens=tokens)
+
+
+def make_rollouts(model: Path, folder: Path, *, tokens: int, seed: int = 0) -> Path:
+    """`folder`, with rollouts of so many answer tokens."""
+    line = f"train rollouts --model {model} --out {folder} --batch 8 --user-tokens 12 --seed {seed}"
     done(f"{line} --answer-tokens 16 --tokens {tokens} --threads 1")
-    return model, folder / "rollouts"
+    return folder
 
 
 def training_line(tiny: tuple[Path, Path], options: str, out: Path, features: Path) -> str:

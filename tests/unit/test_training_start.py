@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.tiny_rollouts import command, done, make_tiny_target, training_line
+from tests.support.tiny_rollouts import command, done, make_rollouts, make_tiny_target, training_line
 
 HEADS = {
     "eagle3": "eagle3 --depth 2 --draft-vocab 64",
@@ -40,11 +40,17 @@ def heads(tiny: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
+@pytest.fixture(scope="module")
+def others(tiny: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The target and rollouts in which other tokens are the most frequent."""
+    return tiny[0], make_rollouts(tiny[0], tmp_path_factory.mktemp("others") / "rollouts", tokens=700, seed=1)
+
+
 @pytest.mark.parametrize("kind", HEADS)
 def test_it_begins_with_the_weights_and_the_vocabulary_of_the_head(
-    kind: str, tiny: tuple[Path, Path], heads: Path, tmp_path: Path
+    kind: str, others: tuple[Path, Path], heads: Path, tmp_path: Path
 ) -> None:
-    line = training_line(tiny, HEADS[kind], tmp_path, heads / "features")
+    line = training_line(others, HEADS[kind], tmp_path, heads / "features")
     done(f"{line} --tokens 1 --learning-rate 1e-12 --start {heads / kind}")
     before, after = (load_file(folder / "model.safetensors") for folder in (heads / kind, tmp_path))
     assert before.keys() == after.keys()
