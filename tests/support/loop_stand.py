@@ -122,7 +122,8 @@ class KnowingDrafter(NoneDrafter):
 class LoopStand:
     """One engine, its drafters, and the loop over them; `stepper` steps it.
 
-    Its clock stands still: drafts take no time, so whether drafting ahead pays never hangs on the machine.
+    Its clock stands still unless a test moves it: drafts take no time, so whether drafting ahead pays never hangs on
+    the machine.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class LoopStand:
         settings: DecodeSettings | None = None,
     ) -> None:
         settings = settings or DecodeSettings()
-        clock = FakeClock()
+        self.clock = clock = FakeClock()
         self.engine = engine
         self.kv = engine.kv
         self.drafters: Mapping[str, Drafter] = {

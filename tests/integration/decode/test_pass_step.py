@@ -11,6 +11,8 @@ from torch import Tensor
 from core.records import SamplingParams
 from core.settings import DecodeSettings
 from core.tokenizer import Tokenizer
+from decode.draft import Draft
+from decode.drafters.protocol import DraftBudget
 from decode.last_word import NativeLastWord, Question
 from decode.pass_step import PassStepper
 from engine.pipeline import Flight
@@ -72,6 +74,29 @@ def test_a_right_drafter_is_always_ahead_and_a_wrong_one_never(
     assert split_loop.stand.answer(prompt, SAMPLED, draft_length=draft_length).ids == expected.ids
     assert guesses.held == held
     assert guesses.failed > 0
+
+
+def test_a_slow_drafter_drafts_nothing_ahead_once_that_is_known(
+    plain_loop: LoopStand, split_loop: SplitLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(30)
+    expected = plain_loop.answer(prompt, SAMPLED, "none")
+    split_loop.learn(expected)
+    quick = split_loop.drafter.propose
+
+    def slow(budgets: Sequence[DraftBudget]) -> Sequence[Draft]:
+        split_loop.stand.clock.advance(max(budget.draft_length for budget in budgets))
+        return quick(budgets)
+
+    monkeypatch.setattr(split_loop.drafter, "propose", slow)
+    guesses = split_loop.stepper.guesses
+    assert split_loop.stand.answer(prompt, SAMPLED, draft_length=2).ids == expected.ids
+    before = replace(guesses)
+    answer = split_loop.stand.answer(prompt, SAMPLED, draft_length=2)
+    assert answer.ids == expected.ids
+    assert answer.report is not None
+    assert answer.report.steps == 13
+    assert guesses == before
 
 
 def test_the_last_stage_begins_the_next_burst_before_the_first_one_has_settled_the_last(
