@@ -41,8 +41,6 @@ class _Opening:
             self.corpus = Corpus(*self._arguments)
         except InvalidArgument as error:
             _LOG.warning("the changed corpus is not used, the earlier one goes on: %s", error.message)
-        except Exception:
-            _LOG.exception("the changed corpus is not used, the earlier one goes on")
 
 
 class RestDrafter:
