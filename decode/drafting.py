@@ -140,8 +140,6 @@ class Drafting:
             if answers is not None:
                 self._pace.record_draft(drafter.name, deepest, took_s)
             self._metrics.draft(drafter.name, took_s)
-            if took_s > self._stall_s:
-                self._take_off(choices, FALLBACK_STALL)
             for budget, choice, draft in zip(budgets, choices, answers or (), strict=False):
                 if draft.fault:
                     self._note(choice, draft.fault)
@@ -183,10 +181,12 @@ class Drafting:
         self._costs.check()
 
     def _timed(self, choices: Sequence[Choice], call: Callable[[], Result]) -> tuple[Result | None, float]:
-        """`_guard`, and the seconds that it took, borne by these choices."""
+        """`_guard`, and the seconds that it took, borne by these choices; they go on without a drafter that stalls."""
         started_s = self._clock.now_s()
         result = self._guard(choices, call)
         took_s = self._clock.now_s() - started_s
+        if took_s > self._stall_s:
+            self._take_off(choices, FALLBACK_STALL)
         self._costs.spend([choice for choice in choices if choice.drafting], took_s)
         return result, took_s
 

@@ -180,13 +180,14 @@ def _from_values(values: dict[str, Any], source: str) -> ModelConfig:
         max_context=read.whole("max_position_embeddings", 2048),
         norm_epsilon=read.number("rms_norm_eps", 1e-6),
         rope_theta=theta_reader.number("rope_theta", 10000.0),
-        rope_scaling=_rope_scaling(values.get("rope_scaling") or rope, source),
+        rope_scaling=rope_scaling_of(values.get("rope_scaling") or rope, source),
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
     )
     return _checked(config, source)
 
 
-def _rope_scaling(values: dict[str, Any], source: str) -> RopeScaling:
+def rope_scaling_of(values: Mapping[str, Any], source: str) -> RopeScaling:
+    """Of the object `rope_scaling` or `rope_parameters` of `config.json`. Raises InvalidArgument naming the key."""
     kind = values.get("rope_type", values.get("type", "default"))
     read = _KeyReader(values, source)
     if kind == "default":

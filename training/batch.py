@@ -119,12 +119,20 @@ class TargetHead:
 
     embedding: Tensor  # [vocabulary, hidden_dim]; output: Tensor  # [vocabulary, hidden_dim]
     final_norm: Tensor  # [hidden_dim]; 1 where none is given
+    frequencies: Tensor | None  # [head_dim / 2]: its rotary ones, scaled as it scales them; None: a head's own
     """
 
-    def __init__(self, embedding: Tensor, output: Tensor, final_norm: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        embedding: Tensor,
+        output: Tensor,
+        final_norm: Tensor | None = None,
+        frequencies: Tensor | None = None,
+    ) -> None:
         self.embedding = embedding
         self.output = output
         self.final_norm = torch.ones(embedding.shape[1]) if final_norm is None else final_norm
+        self.frequencies = frequencies
         self._reduced: ReducedTarget | None = None
 
     def reduced(self, target_ids: Tensor) -> ReducedTarget:

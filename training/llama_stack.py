@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from engine.model_config import ModelConfig
 from engine.weights import ModelFiles
-from training.recurrent import HeadShape, Layer, RmsNorm, rotated, split_heads
+from training.recurrent import HeadShape, Layer, RmsNorm, rotary_of, rotated, split_heads
 
 
 class LlamaStack(nn.Module):
@@ -38,9 +38,7 @@ class LlamaStack(nn.Module):
 
         Token t is at position t and sees no later one, so padding behind a row changes nothing before it.
         """
-        angles = torch.arange(hidden.shape[1], dtype=torch.float32)[:, None] * self._frequencies
-        doubled = torch.cat([angles, angles], dim=-1)
-        rotary = doubled.cos(), doubled.sin()
+        rotary = rotary_of(hidden.shape[1], self._frequencies)
         for module in self.model.layers.values():
             layer = cast(Layer, module)
             hidden = hidden + self._attend(layer, layer.input_layernorm(hidden), rotary)

@@ -29,7 +29,7 @@ from decode.drafters.artifact import (
 from decode.drafters.eagle3 import eagle3_shapes
 from decode.drafters.head_model import HeadSizes
 from decode.drafters.vocabulary import vocabulary_digest
-from engine.model_config import ModelConfig
+from engine.model_config import ModelConfig, rope_scaling_of
 from engine.weights import open_model
 
 _FIELD = "checkpoint"
@@ -191,12 +191,10 @@ def _require_fit(folder: Path, values: Mapping[str, Any], config: ModelConfig) -
             raise FailedPrecondition(
                 _FIELD, f"{folder / 'config.json'}: {name} is {theirs}, needed is {ours}"
             )
-    scaling = _nested(folder, values, "rope_scaling")
-    kind = scaling.get("rope_type", scaling.get("type", "none"))
-    if kind not in ("none", "default") and kind != config.rope_scaling.kind:
+    scaling = rope_scaling_of(_nested(folder, values, "rope_scaling") or rope, str(folder / "config.json"))
+    if scaling != config.rope_scaling:
         raise FailedPrecondition(
-            _FIELD,
-            f"{folder / 'config.json'}: rope_scaling {kind}, the target has {config.rope_scaling.kind}",
+            _FIELD, f"{folder / 'config.json'}: {scaling}, the target has {config.rope_scaling}"
         )
 
 

@@ -194,13 +194,16 @@ class RecurrentHead(DraftHead):
     def _unrolled(self, batch: Batch, target: TargetHead, depth: int) -> list[Tensor]:
         """`unroll` of a batch: the position of token t is about token t + 2."""
         embedded = target.embedding[batch.token_ids[:, 1:-1]].to(computing_dtype())
-        return self.unroll(self.states(batch)[:, :-2], embedded, depth)
+        return self.unroll(self.states(batch)[:, :-2], embedded, depth, target.frequencies)
 
-    def unroll(self, planes: Tensor, embedded: Tensor, num_steps: int) -> list[Tensor]:
+    def unroll(
+        self, planes: Tensor, embedded: Tensor, num_steps: int, frequencies: Tensor | None = None
+    ) -> list[Tensor]:
         """The layer's outputs at every position, for drafts of depth 1 … `num_steps`.
 
         planes: Tensor  # [batch, positions, num_planes · hidden_dim], of tokens t
         embedded: Tensor  # [batch, positions, hidden_dim], of tokens t + 1
+        frequencies: Tensor  # [head_dim / 2], rotary ones; None: those of `rope_theta`, not scaled
         → num_steps × Tensor  # [batch, positions, hidden_dim], about tokens t + 2
 
         At depth j + 1 position t knows the target's states up to t - j and its own outputs behind them; rows
@@ -208,7 +211,10 @@ class RecurrentHead(DraftHead):
         """
         layer = self.layer
         hidden = self.features(planes)
-        rotary = _rotary(embedded.shape[1], self.shape.head_dim, self.shape.rope_theta)
+        if frequencies is None:
+            exponents = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
+            frequencies = self.shape.rope_theta**-exponents
+        rotary = rotary_of(embedded.shape[1], frequencies)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         outputs: list[Tensor] = []
@@ -274,10 +280,9 @@ def _shifted(values: Tensor, by: int = 1, dim: int = 1) -> Tensor:
     return torch.cat([*copies, kept], dim=dim)
 
 
-def _rotary(positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_of(positions: int, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [positions, head_dim] of positions 0 …, in the halves' order of Llama."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * theta**-exponents
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     doubled = torch.cat([angles, angles], dim=-1)
     return doubled.cos(), doubled.sin()
 

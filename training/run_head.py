@@ -237,7 +237,8 @@ def _prepared(
         embedding = engine.weights.embedding.clone()
         everything = torch.arange(engine.config.vocab_size)
         output = embedding if engine.config.tied_embeddings else engine.output_rows(everything).clone()
-        target = TargetHead(embedding, output, engine.weights.final_norm.clone())
+        frequencies = torch.from_numpy(engine.config.inverse_frequencies())
+        target = TargetHead(embedding, output, engine.weights.final_norm.clone(), frequencies)
     torch.set_num_threads(place.num_threads)
     return target, caches
 

@@ -1,5 +1,6 @@
 """Loads the drafters that run a head on the target's hidden states: `eagle`, `eagle2`, `eagle3`, `mtp`."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,8 +103,11 @@ def _sizes(directory: Path, manifest: ArtifactManifest, engine: Engine) -> HeadS
             norm_epsilon=float(shape["norm_epsilon"]),
             rope_theta=float(shape["rope_theta"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument("artifact.shape", f"{directory}: {error} is missing or no number") from error
+    for name, size in {**whole, "norm_epsilon": sizes.norm_epsilon, "rope_theta": sizes.rope_theta}.items():
+        if not 0 < size < math.inf:
+            raise InvalidArgument(f"artifact.shape.{name}", f"{directory}: {size} is no size")
     for name, theirs, ours in (
         ("hidden_dim", sizes.hidden_dim, config.hidden_dim),
         ("rope_theta", sizes.rope_theta, config.rope_theta),

@@ -96,7 +96,7 @@ def _sizes(directory: Path, manifest: ArtifactManifest) -> dict[str, int]:
     try:
         sizes = {name: int(manifest.shape[name]) for name in ("hidden_dim", "num_heads", "draft_vocab")}
         return sizes | {"own_matrices": int(manifest.shape.get("own_matrices", 0))}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument("artifact.shape", f"{directory}: {error} is missing or no number") from error
 
 

@@ -1,6 +1,7 @@
 """Public EAGLE-3 checkpoints: taken over whole, or refused naming what is wrong."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,15 @@ def public(tmp_path: Path, target: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(values))
     return folder
+
+
+LLAMA3: Values = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def change(folder: Path, values: Callable[[Values], object], tensors: Callable[[Tensors], object]) -> None:
@@ -164,10 +174,16 @@ REFUSED: dict[str, tuple[str, Callable[[Values], object], Callable[[Tensors], ob
     "another width": ("hidden_size is 32", lambda v: v.update(hidden_size=32), keep),
     "another rotary base": ("rope_theta is 5", lambda v: v.update(rope_theta=5.0), keep),
     "another scaling": (
-        "rope_scaling linear",
+        "kind='linear'",
         lambda v: v.update(rope_scaling={"rope_type": "linear", "factor": 2}),
         keep,
     ),
+    "another scaling by its newer name": (
+        "kind='linear'",
+        lambda v: v.update(rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 10000.0}),
+        keep,
+    ),
+    "an unknown scaling": ("'yarn'", lambda v: v.update(rope_scaling={"rope_type": "yarn"}), keep),
     "two layers": ("num_hidden_layers is 2", lambda v: v.update(num_hidden_layers=2), keep),
     "no numbers": ("norm.weight holds", keep, lambda t: t["norm.weight"].fill_(torch.nan)),
     "bytes": (
@@ -207,6 +223,20 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(
     assert isinstance(refused.value, InvalidArgument | FailedPrecondition)
     assert str(public) in refused.value.message
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scaling", [None, {**LLAMA3, "factor": 8.0}])
+def test_a_scaled_target_takes_heads_of_its_own_scaling_only(
+    scaling: Values | None, public: Path, target: Path, tmp_path: Path
+) -> None:
+    scaled = shutil.copytree(target, tmp_path / "scaled")
+    config = json.loads((scaled / "config.json").read_text())
+    (scaled / "config.json").write_text(json.dumps({**config, "rope_scaling": LLAMA3}))
+    change(public, lambda values: values.update(rope_scaling=scaling), keep)
+    with pytest.raises(FailedPrecondition, match="the target has RopeScaling"):
+        import_eagle3(PublicHead(public, scaled), tmp_path / "out")
+    change(public, lambda values: values.update(rope_scaling=LLAMA3), keep)
+    import_eagle3(PublicHead(public, scaled), tmp_path / "out")
 
 
 def test_pickled_weights_are_not_opened(public: Path, target: Path, tmp_path: Path) -> None:

@@ -80,12 +80,12 @@ async def test_a_drafter_that_raises_is_taken_off_its_requests_only(stand: Decod
 
 
 class _Slow(_Broken):
-    """Takes its time in every proposal."""
+    """Takes its time in one of its calls."""
 
-    def propose(self, budgets: Sequence[DraftBudget]) -> Sequence[Draft]:
-        self.raised += 1
-        time.sleep(0.05)
-        return super().propose(budgets)
+    def _maybe(self, where: str) -> None:
+        if where == self._where:
+            self.raised += 1
+            time.sleep(0.05)
 
 
 class _Lying(_Broken):
@@ -140,10 +140,13 @@ class _Lost(_Broken):
         return [Draft(fault="draft_not_finite") for _ in budgets]
 
 
-async def test_a_drafter_that_stalls_is_taken_off_its_requests(tiny_model: Path, script: Path) -> None:
+@pytest.mark.parametrize("where", ["start", "prefill", "propose", "observe"])
+async def test_a_drafter_that_stalls_is_taken_off_its_requests(
+    tiny_model: Path, script: Path, where: str
+) -> None:
     settings = DecodeSettings(drafter_stall_s=0.02)
     async with decode_stand(tiny_model, script, decode=settings) as stand:
-        slow = _Slow("")
+        slow = _Slow(where)
         stand.worker.drafters["broken"] = slow
         plain = await stand.ask(prompt_of(30), SAMPLED)
         answer = await stand.ask(prompt_of(30), SAMPLED, SpeculationParams(drafter="broken"))

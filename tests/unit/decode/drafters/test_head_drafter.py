@@ -1,5 +1,8 @@
 """Drafting with a head equals the head as it is trained, position by position; its cache follows what was accepted."""
 
+import json
+import math
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -9,7 +12,7 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from core.drafter_settings import HeadSettings
+from core.drafter_settings import DraftQuantisation, HeadSettings
 from core.errors import FailedPrecondition, InvalidArgument
 from core.records import SamplingParams
 from core.settings import EngineSettings
@@ -28,6 +31,14 @@ from training.eagle3 import Eagle3Head
 from training.recurrent import HeadShape
 
 SEED = 3
+SETTINGS = EngineSettings(dtype="float32", num_blocks=64, num_threads=1, hidden_layers=(0, 1, 2))
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(model: Path) -> Iterator[Engine]:
-    settings = EngineSettings(dtype="float32", num_blocks=64, num_threads=1, hidden_layers=(0, 1, 2))
-    engine = Engine.load(model, settings)
+    engine = Engine.load(model, SETTINGS)
     yield engine
     engine.close()
 
@@ -101,7 +111,8 @@ def naive_logits(head: Eagle3Head, sequence: Computed, path: Sequence[int]) -> T
     planes = torch.zeros(known + len(path), 3 * 64)
     planes[:known] = sequence.request.hidden(0, known).transpose(0, 1).flatten(1)
     words = sequence.engine.weights.embedding[torch.tensor([*history[1:], *path])]
-    unrolled = head.unroll(planes[None], words[None].float(), len(path) + 1)
+    frequencies = torch.from_numpy(sequence.engine.config.inverse_frequencies())
+    unrolled = head.unroll(planes[None], words[None].float(), len(path) + 1, frequencies)
     return cast(Tensor, head.lm_head(head.norm(unrolled[len(path)][0, known - 1 + len(path)])))
 
 
@@ -117,9 +128,15 @@ def paths_of(draft: Draft) -> list[tuple[int, ...]]:
     return paths[1:]
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 def test_a_chain_is_what_the_trained_head_says_step_by_step(
-    model: Path, engine: Engine, tmp_path: Path
+    model: Path, scaled: bool, tmp_path: Path
 ) -> None:
+    model = shutil.copytree(model, tmp_path / "model")
+    if scaled:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "rope_scaling": SCALING}))
+    engine = Engine.load(model, SETTINGS)
     drafter = loaded("eagle3", model, engine, tmp_path)
     head = trained_like(tmp_path, engine)
     sequences = [Computed(engine, prompt_of(length, length), key=length) for length in (2, 9, 40)]
@@ -137,6 +154,27 @@ def test_a_chain_is_what_the_trained_head_says_step_by_step(
     for sequence in sequences:
         drafter.finish(sequence.request)
     drafter.check()
+
+
+@pytest.mark.parametrize("quantisation", ["int8", "int4", None])
+def test_a_quantised_head_mostly_drafts_what_the_whole_one_does(
+    quantisation: DraftQuantisation, model: Path, tmp_path: Path
+) -> None:
+    engine = Engine.load(model, SETTINGS.model_copy(update={"dtype": "bfloat16", "num_blocks": 256}))
+    artifact = str(make_tiny_head(tmp_path / "head", model, "eagle3", seed=SEED))
+    tokenizer = Tokenizer.from_directory(model)
+    firsts: list[list[int]] = []
+    for kind in ("none", quantisation):
+        drafter = load_head("eagle3", HeadSettings(artifact=artifact, quantisation=kind), engine, tokenizer)
+        firsts.append([])
+        for seed in range(40):
+            sequence = Computed(engine, prompt_of(20, seed), key=seed)
+            drafter.start(sequence.request)
+            firsts[-1].append(drafter.propose([sequence.budget(1)])[0].token_ids[0])
+            drafter.finish(sequence.request)
+            engine.kv.close(sequence.table)
+        drafter.check()
+    assert sum(whole == rounded for whole, rounded in zip(*firsts, strict=True)) >= 30
 
 
 def test_each_node_of_a_tree_is_among_the_best_behind_its_parent(
@@ -252,6 +290,22 @@ def test_an_artifact_that_does_not_fit_is_refused_by_file_and_field(
     name = "mtp" if case == "another kind" else "eagle3"
     with pytest.raises(InvalidArgument, match=said) as refused:
         load_head(name, HeadSettings(artifact=str(artifact)), engine, Tokenizer.from_directory(model))
+    assert str(artifact) in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("num_kv_heads", 0), ("num_heads", math.inf), ("hidden_dim", -64), ("norm_epsilon", math.nan)],
+)
+def test_sizes_that_are_none_are_refused_by_name(
+    name: str, size: float, model: Path, engine: Engine, tmp_path: Path
+) -> None:
+    artifact = make_tiny_head(tmp_path / "head", model, "eagle3", seed=SEED)
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    manifest["shape"][name] = size
+    (artifact / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InvalidArgument, match="shape") as refused:
+        load_head("eagle3", HeadSettings(artifact=str(artifact)), engine, Tokenizer.from_directory(model))
     assert str(artifact) in refused.value.message
 
 
