@@ -23,6 +23,7 @@ DEVELOPER_STAMP := $(VENV)/.developer-installed
 help:
 	@echo "make demo       watch a real model answer through the whole system"
 	@echo "make test       the test suite"
+	@echo "make install    what serving needs, in .venv"
 	@echo "make lint       ruff and mypy"
 	@echo "make stubs      regenerate client/outrider/v1 from proto/"
 	@echo "make bench      served speed against plain decoding and the engine alone"

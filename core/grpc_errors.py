@@ -9,6 +9,8 @@ from core.errors import BY_STATUS, FailedPrecondition, Internal, InvalidArgument
 FIELD_TRAILER = "outrider-error-field"
 RETRY_TRAILER = "outrider-retry-after-ms"
 
+_MESSAGE_CHARACTERS = 1000
+"""Twelve bytes each at most, as they are sent."""
 _CODES = {code.name: code for code in grpc.StatusCode}
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -31,7 +33,7 @@ def error_trailers(error: ServiceError) -> tuple[tuple[str, str], ...]:
 
 async def abort(context: "grpc.aio.ServicerContext[object, object]", error: ServiceError) -> None:
     """End a call with an error's status. Does not return: grpc raises out of it."""
-    await context.abort(status_code(error), error.message, error_trailers(error))
+    await context.abort(status_code(error), _shortened(error.message), error_trailers(error))
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
@@ -47,6 +49,14 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
         retry_ms = _text(trailers.get(RETRY_TRAILER))
         return Overloaded(message, float(retry_ms) / 1000 if retry_ms else 1.0)
     return kind(message)
+
+
+def _shortened(message: str) -> str:
+    """Its beginning and end where it repeats a long value: a client drops answers with more than 16 KiB of trailers."""
+    if len(message) <= _MESSAGE_CHARACTERS:
+        return message
+    half = _MESSAGE_CHARACTERS // 2
+    return f"{message[:half]} … {message[-half:]}"
 
 
 def _text(value: str | bytes | None) -> str | None:

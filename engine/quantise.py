@@ -20,6 +20,8 @@ INT4_GROUP: Final = 32
 FEW_ROWS: Final = 3
 """Measured on AVX-512: 1 row 0.5, 3 rows 0.8 (int4) to 1.0 (int8), 8 rows 2 × the plain product's time."""
 _INT4_OUTPUTS: Final = 16
+_INT8_INPUTS: Final = 16
+"""The kernel reads beyond rows of another length."""
 _TINY: Final = 1e-8
 
 
@@ -30,20 +32,22 @@ def quantised_product(weight: Tensor, quantisation: Quantisation) -> Callable[[T
     """
     if weight.device.type != "cpu":
         raise InvalidArgument("quantisation", f"{quantisation} weights run on CPUs only")
-    if quantisation == "int8":
-        return _int8(weight)
     outputs, inputs = weight.shape
-    if outputs % _INT4_OUTPUTS or inputs % INT4_GROUP:
-        raise InvalidArgument("quantisation", f"int4 takes no matrix of {outputs} x {inputs}")
-    return _int4(weight)
+    fits = inputs % _INT8_INPUTS == 0 if quantisation == "int8" else _fits_int4(weight)
+    if not fits:
+        raise InvalidArgument("quantisation", f"{quantisation} takes no matrix of {outputs} x {inputs}")
+    return _int8(weight) if quantisation == "int8" else _int4(weight)
 
 
 def fastest_quantisation(weight: Tensor) -> Quantisation:
     """What multiplies a few rows fastest: `int4` where it was measured to be, for bfloat16 on CPUs with AVX-512."""
-    fits = weight.shape[0] % _INT4_OUTPUTS == 0 and weight.shape[1] % INT4_GROUP == 0
-    if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16 or not fits:
+    if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16 or not _fits_int4(weight):
         return "none"
     return "int4" if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else "none"
+
+
+def _fits_int4(weight: Tensor) -> bool:
+    return weight.shape[0] % _INT4_OUTPUTS == 0 and weight.shape[1] % INT4_GROUP == 0
 
 
 def _int8(weight: Tensor) -> Callable[[Tensor], Tensor]:

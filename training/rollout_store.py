@@ -66,6 +66,10 @@ class RolloutStore:
         path = directory / _RECIPE
         if path.exists():
             _require_same(read_recipe(directory), recipe, path)
+        elif any(directory.iterdir()):
+            raise InvalidArgument(
+                "out", f"{directory} is not empty and holds no rollouts; take another folder"
+            )
         else:
             with written_whole(path) as beside:
                 beside.write_text(json.dumps(asdict(recipe), indent=1))

@@ -145,10 +145,10 @@ class DrafterChoice:
             name: figures[name].gain if taken == PLAIN else figures[name].possible_gain for name in others
         }
         doubted = max(others, key=lambda name: promise[name])
-        if number % DOUBTED_EVERY == 0 and promise[doubted] > level * (1.0 + WORTH_DOUBTING):
-            return doubted
         if number % EXPLORED_EVERY == 0:
             return min(others, key=lambda name: figures[name].steps)
+        if number % DOUBTED_EVERY == 0 and promise[doubted] > level * (1.0 + WORTH_DOUBTING):
+            return doubted
         return None
 
 

@@ -251,7 +251,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise InvalidArgument(
             _FIELD, f"{path}: {error.strerror}; `outrider corpus build` makes one"
         ) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidArgument(_FIELD, f"{path} is no manifest of a corpus: {error}") from error
     if manifest.format != FORMAT or manifest.token_bytes not in (2, 4) or not (whole and named):
         raise InvalidArgument(_FIELD, f"{path} is of another format, or damaged; build it again")
@@ -295,5 +295,5 @@ def _map(path: Path, num_bytes: int, in_background: bool) -> mmap.mmap:
                     pass
             flags = mmap.MAP_SHARED if in_background else mmap.MAP_SHARED | mmap.MAP_POPULATE
             return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
-    except OSError as error:
-        raise InvalidArgument(_FIELD, f"{path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(_FIELD, f"{path}: {error}") from error

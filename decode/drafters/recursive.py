@@ -1,7 +1,8 @@
 """Speculation under speculation: n-grams guess what the draft model would draft, and it checks a guess in one forward.
 
-The draft is token by token the draft model's own: at every row of the guess the model draws as it would have, with
-the same noise, and the first draw that is not the token guessed ends the guess. Only the number of its forwards falls.
+The draft is token by token the draft model's own, but for what quantised weights round otherwise for many rows: at
+every row of the guess the model draws as it would have, with the same noise, and the first draw that is not the token
+guessed ends the guess. Only the number of its forwards falls.
 Method: speculative decoding of the draft model itself (as in cascade speculative drafting, Chen et al. 2023).
 """
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 
+from core.clock import Clock, SystemClock
 from core.drafter_settings import RestSettings
 from core.errors import InvalidArgument
 from core.tokenizer import Tokenizer
@@ -20,6 +21,8 @@ from decode.drafters.trie import heaviest
 from decode.drafters.vocabulary import vocabulary_digest
 
 _LOG = logging.getLogger(__name__)
+RETRY_S = 30.0
+"""Until a change that would not do is looked at again: its files may have been on their way."""
 
 
 class _Opening:
@@ -48,15 +51,20 @@ class RestDrafter:
 
     name = "rest"
 
-    def __init__(self, settings: RestSettings, vocabulary: str, num_token_ids: int) -> None:
+    def __init__(
+        self, settings: RestSettings, vocabulary: str, num_token_ids: int, clock: Clock | None = None
+    ) -> None:
         """`num_token_ids`: from there on nothing is proposed. Raises InvalidArgument where the corpus will not do."""
         self._settings = settings
+        self._clock = clock or SystemClock()
         self._directory = Path(settings.corpus).expanduser()
         self._vocabulary = vocabulary
         self._num_token_ids = num_token_ids
-        self._modified_ns = modified_ns(self._directory)
+        self._opened_ns = modified_ns(self._directory)
         self._corpus = Corpus(self._directory, vocabulary)
         self._opening: _Opening | None = None
+        self._tried_ns = self._opened_ns
+        self._tried_s = 0.0
         self.needs = DrafterNeeds(
             max_draft_length=settings.max_draft_length,
             default_draft_length=min(settings.draft_length, settings.max_draft_length),
@@ -73,9 +81,12 @@ class RestDrafter:
         """Notices what the corpus was given meanwhile; drafts see that once it is open, and the old one until then."""
         self._take_opened()
         changed_ns = modified_ns(self._directory)
-        if self._opening is None and changed_ns not in (0, self._modified_ns):
-            self._modified_ns = changed_ns
+        if self._opening is not None or changed_ns in (0, self._opened_ns):
+            return
+        now_s = self._clock.now_s()
+        if changed_ns != self._tried_ns or now_s - self._tried_s >= RETRY_S:
             self._opening = _Opening(self._directory, self._vocabulary, self._corpus)
+            self._tried_ns, self._tried_s = changed_ns, now_s
 
     def rebuild(self, request: DraftRequest) -> None:
         """As `start`."""
@@ -101,7 +112,8 @@ class RestDrafter:
 
     def _take_opened(self) -> None:
         if self._opening is not None and self._opening.ended:
-            self._corpus = self._opening.corpus or self._corpus
+            if self._opening.corpus is not None:
+                self._corpus, self._opened_ns = self._opening.corpus, self._tried_ns
             self._opening = None
 
     def _propose_one(self, budget: DraftBudget) -> Draft:

@@ -140,6 +140,13 @@ def test_another_recipe_and_damaged_files_are_refused_by_name(tmp_path: Path) ->
         RolloutStore(tmp_path, RECIPE)
 
 
+def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="holds no rollouts"):
+        RolloutStore(tmp_path, RECIPE)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
 def test_kept_prompts_are_known_in_any_spacing_and_by_a_long_part(tmp_path: Path) -> None:
     path = tmp_path / "kept.jsonl"
     path.write_text(

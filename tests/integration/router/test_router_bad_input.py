@@ -23,6 +23,12 @@ async def test_every_bad_request_gets_invalid_argument_with_its_field_and_the_ne
                 await collect(stand.inference.Generate(changed(change)))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert dict(caught.value.trailing_metadata() or ())["outrider-error-field"] == field
+        for letter in "xé":
+            long_name = request("hello", 40)
+            long_name.speculation.drafter = 20_000 * letter
+            with pytest.raises(grpc.aio.AioRpcError, match=letter) as caught:
+                await collect(stand.inference.Generate(long_name))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, "its message fits into a trailer"
         stand.workers[0].gate.set()
         reply = await healthy
         assert len(stand.workers[0].requests) == 1

@@ -22,9 +22,14 @@ def test_a_product_is_near_the_plain_one(quantisation: Quantisation, limit: floa
     assert float((found.float() - plain).norm() / plain.norm()) < limit
 
 
-def test_a_matrix_that_int4_does_not_take_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="10 x 40"):
-        quantised_product(torch.zeros(10, 40), "int4")
+@pytest.mark.parametrize(
+    ("quantisation", "outputs", "inputs"), [("int4", 10, 40), ("int4", 32, 40), ("int8", 64, 172)]
+)
+def test_a_matrix_that_the_kernels_do_not_take_is_refused(
+    quantisation: Quantisation, outputs: int, inputs: int
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"{outputs} x {inputs}"):
+        quantised_product(torch.zeros(outputs, inputs), quantisation)
 
 
 def test_zeros_stay_zero() -> None:
