@@ -45,7 +45,7 @@ def add_command(
     glob: Glob = None,
     as_json: o.Json = False,
 ) -> None:
-    """Add a folder's files to a corpus; decode workers see them from their next request on."""
+    """Add a folder's files to a corpus; decode workers see them soon after their next request."""
     from decode.drafters.corpus import read_manifest
 
     try:
