@@ -24,6 +24,8 @@ TEMPERATURE = 1.0
 TOP_K = 6
 MAX_TOKENS = 8
 """More than the two that are judged: short answers are not drafted for."""
+DRAFT_LENGTH = 2
+"""Asked for, so that drafts are tried whether they pay or not."""
 PROMPT = "red green blue red green blue red green yellow red green"
 FIRST_SEED = 10_000_000
 PROGRESS_EVERY = 1000
@@ -146,6 +148,7 @@ async def _draw(
                     seed=seed,
                     ignore_eos=True,
                     drafter=drafter,
+                    draft_length=None if drafter == "none" else DRAFT_LENGTH,
                     verification=verification,
                 )
             nonlocal num_done
