@@ -1,7 +1,8 @@
 """Every drafter of one worker against plain decoding: `python -m tests.bench.every_drafter --prompts FILE`.
 
 batch   all names and `auto` at once in one batch, with mixed sampling parameters: each answer is that of `none`, each
-        report names the drafter and K asked for, and over the run every drafter offers and has some accepted
+        report names the drafter and K asked for, and over the run every drafter offers and has some accepted; the
+        approximate ones among them are marked as such
 suite   each drafter as chain and as tree, at temperature 0 and 0.8, one and eight at a time, through one pool, through
         two pools, and resumed in mid-answer
 
@@ -29,13 +30,21 @@ from tests.bench.full_house import EXACT, TREES, full_house
 from tests.bench.prompts import DEFAULT_MODEL, Prompt, model_directory, read_prompts
 
 MIXED: tuple[dict[str, object], ...] = (
-    {"temperature": 0.0},
-    {"temperature": 0.8, "top_p": 0.95},
     {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "logit_bias": {260: -5.0, 284: 2.0}, "bad_words": [" and"]},
+    {"temperature": 0.8, "regex": "[A-Za-z0-9 ,.'\n-]{4,400}", "stop": ["Outrider"]},
     {"temperature": 0.7, "top_k": 40, "min_p": 0.02, "presence_penalty": 0.5},
     {"temperature": 1.0, "frequency_penalty": 0.3, "min_tokens": 20},
     {"temperature": 0.8, "logprobs": 2},
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.95},
 )
+MARKED: dict[str, dict[str, str]] = {
+    "bild": {"drafter": "bild"},
+    "cascade": {"drafter": "cascade"},
+    "typical": {"drafter": "eagle3", "verification": "typical"},
+}
+"""What may say something else, where a request allows it."""
 TEMPERATURES = (0.0, 0.8)
 TOPOLOGIES = ("one pool", "two pools", "resumed")
 DRAFT_LENGTH = 4
@@ -51,15 +60,19 @@ class Tally:
     differing: int = 0
     offered: int = 0
     accepted: int = 0
+    approximate: bool = False
     notes: list[str] = field(default_factory=list)
 
     def take(self, result: Result, wanted: Sequence[int], asked: str, length: int | None) -> None:
-        """An answer against what plain decoding said."""
+        """An answer against what plain decoding said, of an approximate drafter just whether it is marked."""
         report = result.speculation
         self.answers += 1
-        ids = tuple(result.token_ids)
-        common = sum(ours != theirs for ours, theirs in zip(ids, wanted, strict=False))
-        self.differing += common + abs(len(ids) - len(wanted))
+        if result.approximate is not self.approximate:
+            self.notes.append(f"approximate is {result.approximate}")
+        if not self.approximate:
+            ids = tuple(result.token_ids)
+            common = sum(ours != theirs for ours, theirs in zip(ids, wanted, strict=False))
+            self.differing += common + abs(len(ids) - len(wanted))
         self.offered += sum(report.position_offered)
         self.accepted += sum(report.position_accepted)
         if asked != "auto" and report.drafter != asked:
@@ -78,7 +91,11 @@ class Tally:
     def line(self) -> str:
         """What is printed."""
         failures = "; ".join(self.failures())
-        verdict = f"[red]{failures}[/red]" if failures else "[green]exact[/green]"
+        verdict = (
+            f"[red]{failures}[/red]"
+            if failures
+            else "[green]{'marked' if self.approximate else 'exact'}[/green]"
+        )
         return f"{self.answers} answers, {self.offered} offered, {self.accepted} accepted: {verdict}"
 
 
@@ -147,10 +164,18 @@ async def one_batch(client: AsyncClient, prompts: Sequence[Prompt], options: Opt
         if result.choices[0].logprobs != wanted.choices[0].logprobs:
             tally.notes.append("log-probabilities differ")
 
+    async def marked(prompt: Prompt, name: str) -> None:
+        given: Any = MARKED[name]
+        result = await ask(client, prompt, options.max_tokens, allow_approximate=True, **given)
+        tally = tallies.setdefault(name, Tally(approximate=True))
+        tally.take(result, (), given["drafter"], None)
+
     async with asyncio.TaskGroup() as group:
         for place, prompt in enumerate(prompts):
             for index, drafter in enumerate(order):
                 group.create_task(one(prompt, (place + index) % len(MIXED), drafter))
+            for name in MARKED:
+                group.create_task(marked(prompt, name))
     return tallies
 
 
