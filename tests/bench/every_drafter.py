@@ -91,11 +91,8 @@ class Tally:
     def line(self) -> str:
         """What is printed."""
         failures = "; ".join(self.failures())
-        verdict = (
-            f"[red]{failures}[/red]"
-            if failures
-            else "[green]{'marked' if self.approximate else 'exact'}[/green]"
-        )
+        good = "marked" if self.approximate else "exact"
+        verdict = f"[red]{failures}[/red]" if failures else f"[green]{good}[/green]"
         return f"{self.answers} answers, {self.offered} offered, {self.accepted} accepted: {verdict}"
 
 
@@ -166,9 +163,11 @@ async def one_batch(client: AsyncClient, prompts: Sequence[Prompt], options: Opt
 
     async def marked(prompt: Prompt, name: str) -> None:
         given: Any = MARKED[name]
-        result = await ask(client, prompt, options.max_tokens, allow_approximate=True, **given)
+        result = await ask(
+            client, prompt, options.max_tokens, allow_approximate=True, draft_length=DRAFT_LENGTH, **given
+        )
         tally = tallies.setdefault(name, Tally(approximate=True))
-        tally.take(result, (), given["drafter"], None)
+        tally.take(result, (), given["drafter"], DRAFT_LENGTH)
 
     async with asyncio.TaskGroup() as group:
         for place, prompt in enumerate(prompts):
