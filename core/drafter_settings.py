@@ -123,7 +123,7 @@ class DraftModelSettings(Section):
     max_draft_length: int = Field(8, ge=1, le=64, description="Largest K.")
     num_blocks: int | None = Field(None, description="None: as many as the target's.")
     quantisation: Quantisation = Field(
-        "none", description="Of the draft's weights; the target keeps its own."
+        "none", description="Of the draft's weights, for up to three rows at once; the target keeps its own."
     )
 
 

@@ -92,7 +92,7 @@ class DecodeSettings(Section):
     drafter_stall_s: float = Field(
         5.0,
         gt=0,
-        description="A drafter that takes longer in one step is taken off the requests of that step.",
+        description="A drafter that takes longer in one call is taken off the requests that the call was for.",
     )
     drafters: DraftersSettings = DraftersSettings()
 
