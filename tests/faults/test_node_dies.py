@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from cluster.local import LocalCluster, free_port
 from outrider import Client, GenerateOptions, UnavailableError
 from tests.faults.conftest import asked_with
 from tests.support.held import wait_until_nothing_is_held
+from tests.support.processes import gone
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(400)]
 THREADS = 1
@@ -51,10 +53,10 @@ def _processes_below(node: object) -> list[psutil.Process]:
 
 def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
-        process.kill()
-    gone, alive = psutil.wait_procs(processes, timeout=10)
-    assert gone
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], "the node is still there"
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert all(gone(process) for process in alive), "the node is still there"
 
 
 def test_request_is_answered_right_or_refused_clearly_when_a_node_is_lost(

@@ -6,17 +6,15 @@ import psutil
 import pytest
 
 from cluster.local import LocalCluster
+from core.records import WorkerRole
 from outrider import Client, GenerateOptions
 from outrider.v1 import admin_pb2
 from tests.faults.conftest import Ask, asked_with
 from tests.support.held import wait_until_nothing_is_held
+from tests.support.processes import gone
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(240)]
 SMALL_CHUNKS = {"prefill_worker.chunk_tokens": 16, "handoff.chunk_bytes": 65536}
-
-
-def _gone(process_id: int) -> bool:
-    return not psutil.pid_exists(process_id) or psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
 
 
 def test_answer_is_right_when_the_prefill_worker_dies_in_the_middle_of_a_transfer(
@@ -36,11 +34,8 @@ def test_answer_is_right_when_the_prefill_worker_dies_in_the_middle_of_a_transfe
             sender, receiver = cluster.worker("prefill", 0), cluster.worker("decode", 0)
             return sender if sender.leases == 1 and receiver.used_blocks > 0 else None
 
-        sender = cluster.wait_until(transferring, 30.0, "a transfer that has begun")
-        epoch = cluster.kill("prefill", 0)
-        cluster.wait_until(
-            lambda: True if _gone(sender.process_id) else None, 10.0, "the killed process gone"
-        )
+        cluster.wait_until(transferring, 30.0, "a transfer that has begun")
+        epoch = _kill(cluster, "prefill", 0)
         assert not answer.done(), "the fault came too late"
         assert answer.result(timeout=90.0).token_ids == expected.token_ids
         assert cluster.wait_for_restart("prefill", 0, epoch) != epoch
@@ -56,7 +51,7 @@ def test_answer_is_right_when_the_decode_worker_dies_in_the_middle_of_it(
             expected = client.generate(short_prompt, **asked_with(options, "none"))
             stream = client.stream(short_prompt, **asked_with(options, "ngram"))
             token_ids: list[int] = []
-            killed: list[int] = []
+            killed: list[str] = []
             for delta in stream:
                 token_ids += delta.token_ids
                 if not killed and len(token_ids) >= 20:
@@ -74,11 +69,16 @@ def test_answer_is_right_when_the_decode_worker_dies_in_the_middle_of_it(
         wait_until_nothing_is_held(cluster)
 
 
-def _kill_the_busy_decode_worker(cluster: LocalCluster) -> int:
-    """Kills the decode worker that runs the only request; its process id."""
+def _kill(cluster: LocalCluster, role: WorkerRole, index: int) -> str:
+    """Kills a worker and waits until its process has ended; the epoch that it had."""
+    process = psutil.Process(cluster.worker(role, index).process_id)
+    epoch = cluster.kill(role, index)
+    cluster.wait_until(lambda: gone(process) or None, 10.0, "the killed process gone")
+    return epoch
+
+
+def _kill_the_busy_decode_worker(cluster: LocalCluster) -> str:
+    """Kills the decode worker that runs the only request; the epoch that it had."""
     statuses = [cluster.worker("decode", index) for index in range(2)]
     (busy,) = [index for index, status in enumerate(statuses) if status.running == 1]
-    cluster.kill("decode", busy)
-    process_id = statuses[busy].process_id
-    cluster.wait_until(lambda: True if _gone(process_id) else None, 10.0, "the killed process gone")
-    return process_id
+    return _kill(cluster, "decode", busy)

@@ -1,8 +1,7 @@
 """A running deployment: answers, restarts, traces, sockets, secrets."""
 
-import os
-import signal
 import socket
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -14,6 +13,7 @@ from core.grpc_admin import AdminClient
 from core.records import WorkerRole
 from outrider import Client
 from tests.integration.cluster.conftest import TICKET_KEY
+from tests.support.processes import redis_server, title_of
 
 pytestmark = pytest.mark.cluster
 
@@ -33,12 +33,6 @@ def answer(cluster: LocalCluster, drafter: str = "none") -> list[int]:
     with Client(cluster.address) as client:
         result = client.generate(PROMPT, max_tokens=24, temperature=0, drafter=drafter)
     return list(result.token_ids)
-
-
-def redis_process(cluster: LocalCluster) -> psutil.Process:
-    """The embedded redis-server."""
-    (found,) = [process for process in cluster.processes() if "redis-server" in process.name()]
-    return found
 
 
 def test_every_worker_is_ready_with_an_epoch_of_its_own(deployment: LocalCluster) -> None:
@@ -69,8 +63,9 @@ def test_a_killed_worker_comes_back_with_a_new_epoch_and_serves(
 
 def test_a_killed_redis_comes_back_and_the_workers_register_by_themselves(deployment: LocalCluster) -> None:
     before = answer(deployment)
-    old = redis_process(deployment)
-    os.kill(old.pid, signal.SIGKILL)
+    old = redis_server(deployment)
+    assert old
+    old.kill()
     psutil.wait_procs([old], timeout=5)
     assert answer(deployment) == before
 
@@ -80,7 +75,7 @@ def test_a_killed_redis_comes_back_and_the_workers_register_by_themselves(deploy
             return direct.scard("outrider:workers") == 4 or None
 
     deployment.wait_until(all_registered, 20, "four records in the new redis")
-    assert redis_process(deployment).pid != old.pid
+    assert redis_server(deployment) not in (None, old)
     assert answer(deployment) == before
 
 
@@ -88,9 +83,8 @@ def redis_url(cluster: LocalCluster) -> str:
     """The embedded redis-server's socket."""
 
     def found() -> str | None:
-        processes = [process for process in cluster.processes() if "redis-server" in process.name()]
-        title = " ".join(processes[0].cmdline()) if processes else ""
-        path = title.partition("unixsocket:")[2].strip()
+        server = redis_server(cluster)
+        path = title_of(server).partition("unixsocket:")[2].strip() if server else ""
         return f"unix://{path}" if path else None
 
     return cluster.wait_until(found, 10, "a redis-server")
@@ -117,16 +111,23 @@ def test_one_request_is_one_trace_with_the_right_parents(
     }
 
 
-def test_only_ray_listens_beyond_loopback(deployment: LocalCluster) -> None:
-    ours = {status.process_id for status in deployment.workers()}
-    assert len(ours) == 4
-    for process in deployment.processes():
-        title = " ".join(process.cmdline())
-        listening = [
+def listening_addresses(process: psutil.Process) -> list[str]:
+    """Where it takes connections or datagrams; nothing when it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return [
             connection.laddr.ip
             for connection in process.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM
         ]
+    return []
+
+
+def test_only_ray_listens_beyond_loopback(deployment: LocalCluster) -> None:
+    ours = {status.process_id for status in deployment.workers()}
+    assert len(ours) == 4
+    for process in deployment.processes():
+        title = title_of(process)
+        listening = listening_addresses(process)
         beyond = [address for address in listening if not address.startswith(("127.", "::1", "::ffff:127."))]
         if process.pid in ours:
             assert len(listening) - len(beyond) >= 1, f"{title}: our own server is seen"
@@ -138,7 +139,7 @@ def test_only_ray_listens_beyond_loopback(deployment: LocalCluster) -> None:
 
 def test_secrets_are_in_no_argument_and_not_in_redis(deployment: LocalCluster) -> None:
     for process in deployment.processes():
-        assert TICKET_KEY not in " ".join(process.cmdline())
+        assert TICKET_KEY not in title_of(process)
     with redis.Redis.from_url(redis_url(deployment)) as direct:
         keys = list(direct.scan_iter())
         values = [direct.get(key) if direct.type(key) == b"string" else b"" for key in keys]

@@ -14,6 +14,7 @@ from core.grpc_admin import AdminClient
 from outrider import Client, FailedPreconditionError, Result, UnavailableError
 from tests.integration.cluster.conftest import SMALL
 from tests.support.held import wait_until_nothing_is_held
+from tests.support.processes import gone, title_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -40,13 +41,8 @@ def pipelined(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def last_stage(cluster: LocalCluster) -> psutil.Process:
     """The process of the decode worker's last stage."""
     worker = psutil.Process(cluster.worker("decode", 0).process_id)
-    (found,) = [child for child in worker.children() if "cluster.stage_process" in " ".join(child.cmdline())]
+    (found,) = [child for child in worker.children() if "cluster.stage_process" in title_of(child)]
     return found
-
-
-def gone(process: psutil.Process) -> bool | None:
-    """Whether it has ended; who adopted it may not have looked yet."""
-    return True if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE else None
 
 
 def asked(cluster: LocalCluster, drafter: str, max_tokens: int = 48) -> Result:
@@ -119,7 +115,7 @@ def test_kill_9_of_the_last_stage_costs_a_running_answer_no_token(pipelined: Loc
         except UnavailableError as error:
             assert str(error)
     pipelined.wait_for_restart("decode", 0, worker.epoch)
-    assert gone(old)
+    pipelined.wait_until(lambda: gone(old) or None, GONE_S, "the last stage gone")
     assert last_stage(pipelined).pid != old.pid
     wait_until_nothing_is_held(pipelined)
 
@@ -127,7 +123,7 @@ def test_kill_9_of_the_last_stage_costs_a_running_answer_no_token(pipelined: Loc
 def test_kill_9_of_the_worker_takes_its_last_stage_along(pipelined: LocalCluster) -> None:
     old = last_stage(pipelined)
     epoch = pipelined.kill("decode", 0)
-    pipelined.wait_until(lambda: gone(old), GONE_S, "the last stage gone")
+    pipelined.wait_until(lambda: gone(old) or None, GONE_S, "the last stage gone")
     pipelined.wait_for_restart("decode", 0, epoch)
 
 

@@ -14,6 +14,7 @@ from cluster.local import LocalCluster, free_port
 from core.clock import SystemClock
 from outrider import Client, OutriderError
 from tests.integration.cluster.conftest import SMALL
+from tests.support.processes import gone, title_of
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.cluster
@@ -31,15 +32,10 @@ def started(model: Path, tmp_path: Path) -> LocalCluster:
     ).start()
 
 
-def title_of(process: psutil.Process) -> str:
-    """What `ps` shows of it."""
-    return " ".join(process.cmdline())
-
-
 def survivors(processes: tuple[psutil.Process, ...]) -> list[str]:
     """Who of `processes` still lives after the time that is allowed."""
     _, alive = psutil.wait_procs(processes, timeout=ALL_GONE_S)
-    return [f"{process.pid} {title_of(process)[:120]}" for process in alive]
+    return [f"{process.pid} {title_of(process)[:120]}" for process in alive if not gone(process)]
 
 
 def folders(cluster: LocalCluster) -> list[Path]:
