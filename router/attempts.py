@@ -27,13 +27,15 @@ from router.answer import AnswerState
 from router.directory import WorkerDirectory
 from router.dispatch import WorkerLost
 from router.placer import Placer
-from router.policy import DraftPlan, keep_drafter
+from router.policy import DraftPlan, keep_drafter, without_drafter
 from router.views import Placement, Prepared, ServedModel
 
 RESUME_WAIT_S = 60.0
 """How long an answer that has begun, or has lost a worker, waits for another if its deadline allows."""
 FIRST_WAIT_POLLS = 3
 """How many registry polls a request that has not begun waits for one: long enough to forget a suspicion."""
+LOSSES_WITH_A_DRAFTER = 2
+"""So many workers may be lost under an answer before it goes on without its drafter, which may be why they were."""
 TICKET_SLACK_S = 30.0
 """By how much a ticket outlives the deadline, since clocks of hosts differ; the deadline travels with the call."""
 
@@ -100,6 +102,7 @@ class Attempts:
 
         At most `max_attempts` workers may be lost. A full worker is no loss: another one is asked, and an answer that
         has begun waits for room. A worker that took the request is overloaded by a slow reader only: that is the end.
+        Behind `LOSSES_WITH_A_DRAFTER` losses it goes on without its drafter.
         """
         busy: frozenset[str] = frozenset()
         failure: ServiceError = Unavailable("no decode worker is ready")
@@ -160,6 +163,8 @@ class Attempts:
         plan = self._services.plan_drafting(self._prepared, worker)
         if self._numerics_class is not None:
             plan = keep_drafter(plan, self._outcome.drafter, frozenset(worker.drafters))
+        if self._losses >= LOSSES_WITH_A_DRAFTER:
+            plan = without_drafter(plan)
         self._state.begin_attempt(plan.fallback)
         self._drafter = plan.speculation.drafter
         loads = self._services.directory.loads

@@ -171,6 +171,16 @@ def keep_drafter(plan: DraftPlan, drafter: str, hosted: frozenset[str]) -> Draft
     reason = f"auto: {drafter}, as before"
     if drafter != NO_DRAFTER and drafter in hosted:
         return replace(plan, reason=reason, candidates=(drafter,))
+    return _plainly(plan, reason, "" if drafter == NO_DRAFTER else "drafter_not_hosted")
+
+
+def without_drafter(plan: DraftPlan) -> DraftPlan:
+    """`plan` of an answer under which several workers were lost: its drafter may be what hangs or kills them."""
+    if plan.speculation.drafter == NO_DRAFTER:
+        return plan
+    return _plainly(plan, f"{plan.reason}; workers were lost, so none", "workers_lost")
+
+
+def _plainly(plan: DraftPlan, reason: str, fallback: str) -> DraftPlan:
     chosen = replace(plan.speculation, drafter=NO_DRAFTER, draft_length=0 if plan.fixed else None)
-    fallback = "" if drafter == NO_DRAFTER else "drafter_not_hosted"
     return replace(plan, speculation=chosen, reason=reason, fallback=fallback, thinking=None, candidates=())

@@ -89,6 +89,16 @@ async def test_a_worker_that_always_fails_costs_max_attempts_and_one_unavailable
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_an_answer_under_which_two_workers_were_lost_goes_on_without_its_drafter() -> None:
+    async with router_stand() as stand:
+        stand.workers[0].faults.extend([Fault("unavailable", 3)] * 2)
+        reply = await collect(stand.inference.Generate(request("hello", 20)))
+        asked = [made.speculation.drafter for made in stand.workers[0].requests]
+    assert asked == ["ngram", "ngram", "none"]
+    assert reply.token_ids == {0: answer_ids(7, 0, 5, 20)}
+    assert reply.finished.speculation.fallback_reason == "workers_lost"
+
+
 async def test_an_internal_error_of_a_worker_is_not_tried_elsewhere() -> None:
     async with router_stand(num_workers=2) as stand:
         for worker in stand.workers:
