@@ -112,13 +112,14 @@ class _Launcher:
             if not lines.ended:
                 supervisor.kill()
             supervisor.stdin.close()
-        if not self._failed and not self._ended_as_wanted():
+        if not self._failed and not self._ended_as_wanted(supervisor.returncode):
             self._report.failed("the supervisor ended by itself")
             return 1
         return 1 if self._failed else 0
 
-    def _ended_as_wanted(self) -> bool:
-        return self._signals_seen > 0 or (self._ready and self._settings.ray_address is not None)
+    def _ended_as_wanted(self, code: int) -> bool:
+        """By a signal, also one to the supervisor alone, which then drains and ends with 0."""
+        return self._signals_seen > 0 or code == 0
 
     def _on_event(self, line: bytes) -> None:
         event = json.loads(line)

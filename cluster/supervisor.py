@@ -2,7 +2,8 @@
 
 Started by `cluster/serve.py` as `python -m cluster.supervisor`. On stdin: one line of settings (secrets included, so
 that they are in no argument and no file), then `drain` or `now`; the end of stdin means that the CLI is dead. On
-stdout: one JSON event a line. It adopts orphans, so that every descendant stays in sight.
+stdout: one JSON event a line. SIGTERM and SIGINT drain it, too. It adopts orphans, so that every descendant stays in
+sight.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -127,6 +129,8 @@ def _obey(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, directory: Path)
 
 
 async def _run_local(settings: ServeSettings, directory: Path, events: Events, stop: asyncio.Event) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     set_variables({**compute_thread_variables(settings.engine.num_threads), **_RAY_VARIABLES})
     set_variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     from cluster.pools import Pools, leave_ray, start_local_ray

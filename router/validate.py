@@ -1,5 +1,6 @@
 """From a GenerateRequest to core records, or InvalidArgument naming the field (DESIGN §8, CASES B51)."""
 
+from core.drafter_settings import DraftersSettings
 from core.errors import FailedPrecondition, InvalidArgument
 from core.records import (
     APPROXIMATE_DRAFTERS,
@@ -181,7 +182,9 @@ def _check_speculation(
         if drafter == PASS_DRAFTER:
             raise FailedPrecondition("speculation.drafter", NO_PIPELINE)
         names = ", ".join(sorted({AUTO, NO_DRAFTER} | offer.drafters))
-        raise InvalidArgument("speculation.drafter", f"{drafter!r} is not offered here; {names} are")
+        known = drafter in DraftersSettings.model_fields
+        mend = f"; the setting decode_worker.drafters.{drafter} hosts it" if known else ""
+        raise InvalidArgument("speculation.drafter", f"{drafter!r} is not offered here; {names} are{mend}")
     if message.verification not in common_pb2.Verification.values():
         raise InvalidArgument(
             "speculation.verification", f"{message.verification} is not a verification mode"

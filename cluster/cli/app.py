@@ -1,5 +1,8 @@
 """The `outrider` command. Nothing here or in the commands' modules loads torch or ray before it is needed."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from cluster.cli.bench import bench_command
@@ -19,6 +22,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"outrider {version('outrider')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root_command(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options that stand before every command."""
+
+
 app.command("serve")(serve_command)
 app.command("down")(down_command)
 app.command("generate")(generate_command)

@@ -79,7 +79,10 @@ def _write(folder: Path, corpus: Path, model: str, glob: list[str] | None, as_js
     from decode.drafters.vocabulary import vocabulary_digest
 
     tokenizer = Tokenizer.from_directory(resolve_model(model, cache_directory(), _say))
-    paths = sorted({path for form in glob or ["*"] for path in folder.rglob(form) if path.is_file()})
+    forms = glob or ["*"]
+    paths = sorted({path for form in forms for path in folder.rglob(form) if path.is_file()})
+    if not paths:
+        raise InvalidArgument("folder", f"{folder} holds no file that is named like {' or '.join(forms)}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     read = 0
     with (

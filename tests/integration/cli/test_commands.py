@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,22 @@ def test_help_needs_no_torch_and_no_ray() -> None:
     )
     assert "generate" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_version_is_told() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout) == (0, f"outrider {version('outrider')}\n")
+
+
+def test_a_corpus_of_nothing_is_refused_naming_folder_and_form(tmp_path: Path) -> None:
+    texts, model = tmp_path / "texts", make_tiny_model(tmp_path / "model")
+    texts.mkdir()
+    (texts / "note.md").write_text("words")
+    command = ["corpus", "build", str(texts), "--out", str(tmp_path / "corpus"), "--model", str(model)]
+    done = CliRunner().invoke(app, [*command, "--glob", "*.py"])
+    assert done.exit_code == 2
+    assert f"{texts} holds no file that is named like *.py" in done.stderr
+    assert not (tmp_path / "corpus").exists()
 
 
 def test_generate_prints_the_answer_and_what_the_drafter_did(server: ScriptedServer) -> None:

@@ -123,6 +123,16 @@ def test_kill_9_of_launcher_and_supervisor_together_ends_all_but_the_agents_of_r
                 process.kill()
 
 
+def test_sigterm_to_the_supervisor_alone_drains_too(tiny_model: Path, tmp_path: Path) -> None:
+    cluster = started(tiny_model, tmp_path)
+    family = cluster.processes()
+    (supervisor,) = [process for process in family if "cluster.supervisor" in title_of(process)]
+    supervisor.terminate()
+    assert cluster.wait_exit() == 0
+    assert survivors(family) == []
+    assert [folder for folder in folders(cluster) if folder.exists()] == []
+
+
 def test_kill_9_of_the_supervisor_ends_the_launcher_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
     cluster = started(tiny_model, tmp_path)
     family = cluster.processes()

@@ -326,3 +326,11 @@ def test_whatever_comes_is_refused_by_name_or_safe_for_a_worker(
     assert all(0 <= token < MODEL.vocab_size for token in (*ids, *safe.stop_token_ids, *safe.logit_bias))
     assert checked.speculation.verification != "typical" or checked.speculation.allow_approximate
     assert checked.speculation.draft_length is None or 0 <= checked.speculation.draft_length <= 16
+
+
+def test_a_drafter_that_is_known_but_not_hosted_is_refused_with_the_setting_that_hosts_it() -> None:
+    with pytest.raises(InvalidArgument, match=r"decode_worker\.drafters\.rest"):
+        check(changed(speculation(drafter="rest")))
+    with pytest.raises(InvalidArgument) as caught:
+        check(changed(speculation(drafter="oracle")))
+    assert "decode_worker" not in caught.value.message
