@@ -6,10 +6,11 @@ from collections.abc import Mapping
 import numpy as np
 
 _NEW_SAMPLE_SHARE = 0.05
-_OUTLIER_FACTOR = 4.0
 _SAMPLES_BEFORE_CLIPPING = 4
 _RECORDS_BETWEEN_REBUILDS = 8
 _FORGETTING = 0.998
+_PACE_SHARE = 0.4
+_LARGEST_CHANGE = 1.5
 
 
 class StepTimeTable:
@@ -17,15 +18,19 @@ class StepTimeTable:
 
     `seconds` is a list indexed by count, 0 to `max_count`. Below the smallest count seen it is flat, above the
     largest it goes on with the mean slope (flat with one count): what was never tried looks cheap, so it is tried.
+
+    A machine that other work slows down does so for every count: that is followed by one pace, in which all seconds
+    are measured. Counts seen while it was slow, and not since, would look dear for ever otherwise.
     """
 
-    __slots__ = ("_means", "_records", "_weights", "max_count", "seconds")
+    __slots__ = ("_means", "_pace", "_records", "_weights", "max_count", "seconds")
 
     def __init__(self, max_count: int, warm_start: Mapping[int, float] | None = None) -> None:
         self.max_count = max_count
         self._means: dict[int, float] = {}
         self._weights: dict[int, float] = {}
         self._records = 0
+        self._pace = 1.0
         self.seconds: list[float] = [0.0] * (max_count + 1)
         for count, seconds in (warm_start or {}).items():
             self.record(count, seconds)
@@ -37,13 +42,18 @@ class StepTimeTable:
         return not self._means
 
     def record(self, count: int, seconds: float) -> None:
-        """One measurement. Values that are no durations are ignored; one long stall counts as a few means at most."""
+        """One measurement. Values that are no durations are ignored; a long stall counts as a half more at most."""
         if not (0 <= count <= self.max_count) or not math.isfinite(seconds) or seconds <= 0.0:
             return
         weight = self._weights.get(count, 0.0)
-        mean = self._means.get(count, seconds)
+        mean = self._means.get(count, seconds / self._pace)
         if weight >= _SAMPLES_BEFORE_CLIPPING:
-            seconds = min(seconds, _OUTLIER_FACTOR * mean)
+            change = seconds / (self._pace * mean)
+            change = min(max(change, 1.0 / _LARGEST_CHANGE), _LARGEST_CHANGE)
+            self._pace *= change**_PACE_SHARE
+            seconds = change ** (1.0 - _PACE_SHARE) * mean
+        else:
+            seconds /= self._pace
         self._means[count] = mean + (seconds - mean) * max(_NEW_SAMPLE_SHARE, 1.0 / (weight + 1.0))
         self._weights[count] = weight + 1.0
         self._records += 1
@@ -64,7 +74,7 @@ class StepTimeTable:
             slope = (means[-1] - means[0]) / (counts[-1] - counts[0])
             beyond = np.arange(counts[-1], self.max_count + 1)
             dense[beyond] = means[-1] + slope * (beyond - counts[-1])
-        self.seconds = dense.tolist()
+        self.seconds = (self._pace * dense).tolist()
 
 
 def monotone(values: list[float], weights: list[float]) -> list[float]:

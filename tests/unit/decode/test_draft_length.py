@@ -385,3 +385,29 @@ def test_planning_a_batch_of_eight_is_cheap(rows: dict[str, int]) -> None:
     assert (time.process_time() - started) / 400 < 500e-6, (
         "50 µs on a quiet machine; ten times that for a loaded one"
     )
+
+
+@pytest.mark.parametrize("slow", [0.3, 3.0])
+def test_a_machine_that_slows_down_for_a_while_leaves_no_count_dear(slow: float) -> None:
+    table = StepTimeTable(32)
+    for _ in range(100):
+        table.record(8, 0.028)
+        table.record(16, 0.032)
+    for _ in range(100):
+        table.record(8, slow * 0.028)
+        table.record(16, slow * 0.032)
+    for _ in range(100):
+        table.record(8, 0.028)
+    assert table.seconds[8] == pytest.approx(0.028, rel=0.02)
+    assert table.seconds[16] == pytest.approx(0.032, rel=0.1), "it was not seen since"
+
+
+def test_one_stall_is_not_the_pace_of_the_machine() -> None:
+    table = StepTimeTable(32)
+    for _ in range(100):
+        table.record(8, 0.028)
+        table.record(16, 0.032)
+    table.record(8, 5.0)
+    for _ in range(15):
+        table.record(8, 0.028)
+    assert table.seconds[16] == pytest.approx(0.032, rel=0.1)
