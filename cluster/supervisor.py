@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from cluster.local import free_port
+from cluster.preflight import require_files
 from cluster.processes import adopt_orphans, end_descendants
 from cluster.specs import WorkerReady, WorkerSpec, worker_specs
 from core.auth import split_address
@@ -136,6 +137,7 @@ async def _run_local(settings: ServeSettings, directory: Path, events: Events, s
     from cluster.pools import Pools, leave_ray, start_local_ray
 
     settings = _with_turns(_with_port(settings), directory)
+    require_files(settings)
     require_free(settings.listen)
     resolving = asyncio.to_thread(
         resolve_model, settings.model, cache_directory(), lambda line: events.send("progress", line)

@@ -7,6 +7,12 @@ suite   each drafter as chain and as tree, at temperature 0 and 0.8, one and eig
         two pools, and resumed in mid-answer
 
 Exit code 1 where a token differs, or a drafter offered nothing or had nothing accepted.
+
+Some heads do not ship; small ones, for `--heads HEADS`, take some ten minutes:
+
+    outrider train eagle --rollouts training/data/rollouts --out HEADS/eagle --tokens 120000 --shallow-share 0.7
+    outrider train mtp --rollouts training/data/rollouts --out HEADS/mtp --tokens 120000 --shallow-share 0.7
+    outrider train exit --exit-layer 20 --rollouts training/data/rollouts --out HEADS/exit --tokens 60000
 """
 
 import argparse

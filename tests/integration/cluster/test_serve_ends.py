@@ -165,7 +165,7 @@ def test_an_unknown_setting_is_refused_naming_it() -> None:
     assert "engine.blocks" in refused("--set", "engine.blocks=3")
 
 
-def serve_to_its_end(model: Path) -> "subprocess.CompletedProcess[str]":
+def serve_to_its_end(model: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [
         sys.executable,
         "-m",
@@ -175,6 +175,7 @@ def serve_to_its_end(model: Path) -> "subprocess.CompletedProcess[str]":
         str(model),
         "--listen",
         "127.0.0.1:0",
+        *arguments,
     ]
     return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
 
@@ -186,6 +187,22 @@ def test_a_folder_that_is_no_model_is_refused_before_anything_starts(tmp_path: P
     assert "failed: model: " in done.stderr
     assert "starting redis" not in done.stderr
     assert "ready on" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "decode_worker.drafters.rest.corpus=/nowhere/corpus",
+        "decode_worker.drafters.eagle3.artifact=/nowhere/head",
+        "decode_worker.drafters.versions.eagle3@next.artifact=/nowhere/head",
+        "router.policy_file=/nowhere/policies.toml",
+    ],
+)
+def test_a_path_that_is_not_there_is_refused_before_anything_starts(tiny_model: Path, setting: str) -> None:
+    done = serve_to_its_end(tiny_model, "--set", setting)
+    assert done.returncode == 1
+    assert f"failed: {setting.partition('=')[0]}: " in done.stderr
+    assert "starting redis" not in done.stderr
 
 
 def test_a_model_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path) -> None:
