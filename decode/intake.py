@@ -44,12 +44,19 @@ class RequestFactory:
         self._limits = limits
         self._drafter_choice = DrafterChoice()
 
-    def make(self, key: int, job: DecodeJob, listener: Listener, hashes: list[bytes]) -> Request:
+    def make(
+        self,
+        key: int,
+        job: DecodeJob,
+        listener: Listener,
+        hashes: list[bytes],
+        company: Mapping[str, int] | None = None,
+    ) -> Request:
         """The request of a job. Raises InvalidArgument for a drafter or draft length that this worker lacks.
 
-        FailedPrecondition for `pass` where the target is not pipelined.
+        `company`: requests that run now, by drafter. FailedPrecondition for `pass` where the target is not pipelined.
         """
-        drafter, reason = self._choose(job)
+        drafter, reason = self._choose(job, company)
         speculation = job.speculation
         requested = speculation.draft_length if job.draft_length_fixed else None
         tally = Tally(drafter.name, job.request_class, requested)
@@ -74,13 +81,15 @@ class RequestFactory:
         plain_steps = request.tally.plain_steps + (_FAILURE_STEPS if failed else 0.0)
         self._drafter_choice.learn(job.request_class, report.drafter, report.step_tokens, plain_steps)
 
-    def _choose(self, job: DecodeJob) -> tuple[Drafter, str]:
+    def _choose(self, job: DecodeJob, company: Mapping[str, int] | None) -> tuple[Drafter, str]:
         """The drafter asked for, and why it is not used ("": it is)."""
         if job.sampling.beam_width > 1:
             return self._drafters["none"], ""
         speculation = job.speculation
         short = job.sampling.max_tokens < self._settings.min_speculation_tokens
-        name = self._automatic(job, short) if speculation.drafter == AUTO else speculation.drafter
+        name = speculation.drafter
+        if name == AUTO:
+            name = self._automatic(job, short, company)
         drafter = self._drafters.get(name)
         if drafter is None and name == PASS_DRAFTER:
             raise FailedPrecondition("speculation.drafter", NO_PIPELINE)
@@ -92,7 +101,7 @@ class RequestFactory:
             return drafter, FALLBACK_SHORT
         return drafter, ""
 
-    def _automatic(self, job: DecodeJob, short: bool) -> str:
+    def _automatic(self, job: DecodeJob, short: bool, company: Mapping[str, int] | None) -> str:
         """What `auto` is for this request; without candidates that could take it, what it is by default."""
         hosted = [name for name in job.auto_drafters if name in self._drafters]
         able = [
@@ -102,7 +111,7 @@ class RequestFactory:
             return _AUTO_DRAFTER if _AUTO_DRAFTER in self._drafters else "none"
         if short or not _is_measured(job):
             return self._drafter_choice.best(job.request_class, able)
-        return self._drafter_choice.choose(job.request_class, able)
+        return self._drafter_choice.choose(job.request_class, able, company)
 
     def _choice(self, request: Request, index: int, drafter: Drafter) -> Choice:
         job = request.job

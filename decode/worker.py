@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -226,7 +227,8 @@ class DecodeWorker:
             self._thread.wake,
         )
         live.metrics = self.metrics
-        live.request = self._factory.make(next(self._keys), job, live, self._hashes(job))
+        company = Counter(other.request.choices[0].drafter.name for other in self._live.values())
+        live.request = self._factory.make(next(self._keys), job, live, self._hashes(job), company)
         self._live[job.key] = live
         self._idle.clear()
         return live

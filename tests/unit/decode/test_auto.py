@@ -82,7 +82,8 @@ class MadeUpWorker:
         return self.tokens / self.seconds / (self.batch / step_seconds(self.batch))
 
     def _begin(self) -> None:
-        name = self.choice.choose("chat", tuple(self.drafters))
+        company = Counter(answer.drafter for answer in self.live)
+        name = self.choice.choose("chat", tuple(self.drafters), company)
         answer = Answer(len(self.started), name, Asked(Tally(name, "chat", None)))
         self.started.append(name)
         self.live.append(answer)

@@ -126,6 +126,14 @@ def test_requests_at_once_are_spread_over_the_trials() -> None:
     assert all(burst[name] >= TRIALS for name in THREE)
 
 
+def test_in_company_three_trials_in_four_go_to_the_candidate_that_most_answers_use() -> None:
+    choice = DrafterChoice()
+    company = Counter({"mtp": 2, "none": 5})
+    begun = [choice.choose("chat", THREE, company) for _ in range(8)]
+    assert begun == ["mtp"] * 3 + ["eagle3"] + ["mtp"] * 3 + ["ngram"]
+    assert choice.choose("code", THREE, Counter({"none": 5})) == THREE[0], "nobody to keep company with"
+
+
 def test_what_says_nothing_is_not_learnt() -> None:
     choice = DrafterChoice()
     choice.learn("chat", "ngram", 60, 20)
