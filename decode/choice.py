@@ -85,6 +85,7 @@ class Choice:
     finish: ChoiceFinish | None = None
     parked: bool = False
     drafting: bool = False
+    taken_off: bool = False
     joined: int = 0
     last_step: int = 0
 

@@ -56,7 +56,7 @@ class Drafting:
 
     def start(self, choice: Choice, again: bool) -> None:
         """A choice joins the batch; `again` after resume or preemption."""
-        if choice.drafter.name == "none":
+        if choice.drafter.name == "none" or choice.taken_off:
             return
         limit = choice.drafter.needs.largest_position
         if limit is not None and len(choice.history.token_ids) > limit:
@@ -202,6 +202,7 @@ class Drafting:
         """These go on without their drafter."""
         for choice in choices:
             self._note(choice, reason)
+            choice.taken_off = True
             if choice.drafting:
                 self._forget(choice)
                 _finish_quietly(choice)

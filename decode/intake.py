@@ -1,5 +1,6 @@
 """From a checked job to a request with its choices: which drafter, how deep, and why not."""
 
+import hashlib
 from collections.abc import Mapping
 
 from core.errors import FailedPrecondition, InvalidArgument
@@ -127,7 +128,7 @@ class RequestFactory:
             key=key,
             history=history,
             sampling=sampling,
-            seed=job.claims.seed,
+            seed=_noise_seed(job, drafter),
             choice=index,
             verification=speculation.verification,
             hidden=lambda start, end: self._kv.read_hidden(_table_of(choice), start, end),
@@ -200,6 +201,19 @@ def _check_lengths(job: DecodeJob, drafter: Drafter) -> None:
         raise InvalidArgument(
             "speculation.draft_width", f"{drafter.name} drafts 1 to {needs.max_draft_width} wide"
         )
+
+
+def _noise_seed(job: DecodeJob, drafter: Drafter) -> int:
+    """The request's own, but where only the distribution is promised and drafts come from earlier answers.
+
+    One of these may be of the same prompt and seed: made with the very noise that would judge it. So no two attempts
+    share theirs.
+    """
+    seed, weighed = job.claims.seed, job.speculation.verification in ("rejection", "block")
+    if not (weighed and drafter.needs.remembers_answers) or job.sampling.greedy:
+        return seed
+    attempt = f"{seed}/{job.claims.request_id}/{job.claims.attempt}"
+    return int.from_bytes(hashlib.blake2b(attempt.encode(), digest_size=8).digest(), "little")
 
 
 def _start_length(job: DecodeJob, drafter: Drafter) -> int | None:

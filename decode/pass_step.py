@@ -130,7 +130,7 @@ class PassStepper(Stepper):
         if limit is not None:
             room = min(room, limit - (len(choice.history.token_ids) - 1))
         known = len(base.draft.token_ids) + 1
-        if not planned.draft_length or room < known:
+        if not choice.drafting or not planned.draft_length or room < known:
             return None
         depth = min(room, known + planned.draft_length)
         if not self._drafting.pays_ahead(choice, known, planned.draft_length, depth):

@@ -35,7 +35,7 @@ RESUME_WAIT_S = 60.0
 FIRST_WAIT_POLLS = 3
 """How many registry polls a request that has not begun waits for one: long enough to forget a suspicion."""
 LOSSES_WITH_A_DRAFTER = 2
-"""So many workers may be lost under an answer before it goes on without its drafter, which may be why they were."""
+"""So many workers may be lost that had begun an answer before it goes on without its drafter, which may be why."""
 TICKET_SLACK_S = 30.0
 """By how much a ticket outlives the deadline, since clocks of hosts differ; the deadline travels with the call."""
 
@@ -94,6 +94,7 @@ class Attempts:
         self._numerics_class: str | None = None
         self._drafter = ""
         self._losses = 0
+        self._losses_begun = 0
         self._wait_until_s: float | None = None
         self._streaming = False
 
@@ -121,6 +122,7 @@ class Attempts:
                     raise
                 self._services.directory.suspect(placement.decode.epoch)
                 self._losses += 1
+                self._losses_begun += self._streaming
                 self._wait_until_s = None
                 failure, finished = error, self._finished_without_worker()
             if finished is not None:
@@ -163,7 +165,7 @@ class Attempts:
         plan = self._services.plan_drafting(self._prepared, worker)
         if self._numerics_class is not None:
             plan = keep_drafter(plan, self._outcome.drafter, frozenset(worker.drafters))
-        if self._losses >= LOSSES_WITH_A_DRAFTER:
+        if self._losses_begun >= LOSSES_WITH_A_DRAFTER:
             plan = without_drafter(plan)
         self._state.begin_attempt(plan.fallback)
         self._drafter = plan.speculation.drafter

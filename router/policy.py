@@ -164,9 +164,13 @@ def choose_drafting(
 def keep_drafter(plan: DraftPlan, drafter: str, hosted: frozenset[str]) -> DraftPlan:
     """`plan` of a later attempt at an answer that began with `drafter`: no worker chooses another one, but for `none`.
 
-    A plan that leaves nothing to choose stays as it is.
+    A plan that leaves nothing to choose stays as it is, but for one that a changed policy made approximate meanwhile.
     """
-    if not plan.candidates or drafter == AUTO:
+    if drafter == AUTO:
+        return plan
+    if plan.speculation.approximation and drafter not in APPROXIMATE_DRAFTERS:
+        return _plainly(plan, "auto: the answer began as an exact one, so none", "")
+    if not plan.candidates:
         return plan
     reason = f"auto: {drafter}, as before"
     if drafter != NO_DRAFTER and drafter in hosted:

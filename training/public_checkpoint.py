@@ -7,7 +7,7 @@ it is for, whether its layer numbers count from 0 or from 1) the caller says.
 """
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,7 +148,7 @@ def _whole(folder: Path, values: Mapping[str, Any], key: str, default: int | Non
 
 def _number(folder: Path, values: Mapping[str, Any], key: str, default: float) -> float:
     value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise InvalidArgument(_FIELD, f"{folder / 'config.json'}: {key} must be above 0, is {value!r}")
     return float(value)
 

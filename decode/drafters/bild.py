@@ -25,6 +25,7 @@ class BildDrafter(DraftModelDrafter):
 
     def __init__(self, draft: DraftModelDrafter, settings: BildSettings) -> None:
         super().__init__(draft._engine, draft._settings, draft._num_token_ids, draft._target_vocab)
+        self.parts = (draft,)
         self._fallback_threshold = settings.fallback_threshold
         self.needs = replace(
             self.needs,

@@ -60,6 +60,7 @@ class CacheDrafter:
             default_draft_length=min(settings.draft_length, settings.max_draft_length),
             max_draft_width=8,
             default_draft_width=settings.draft_width,
+            remembers_answers=True,
         )
 
     def connect(self, link: AnswerLink) -> None:

@@ -39,6 +39,7 @@ class CascadeDrafter(DraftModelDrafter):
 
     def __init__(self, draft: DraftModelDrafter, settings: CascadeSettings) -> None:
         super().__init__(draft._engine, draft._settings, draft._num_token_ids, draft._target_vocab)
+        self.parts = (draft,)
         self._threshold = settings.confidence_threshold
         self._first_tokens = settings.first_tokens
         self._easy: dict[int, _Confidence] = {}

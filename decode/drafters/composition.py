@@ -5,6 +5,7 @@ from collections.abc import Callable
 from core.clock import Clock
 from core.drafter_settings import DraftersSettings
 from core.errors import InvalidArgument
+from core.records import APPROXIMATE_DRAFTERS
 from decode.drafters.draft_model import DraftModelDrafter
 from decode.drafters.pass_drafter import PassDrafter
 from decode.drafters.protocol import Drafter
@@ -26,7 +27,7 @@ def add_composed(
     """
     if settings.sequoia is not None:
         base = _hosted(hosted, settings.sequoia.base, "decode_worker.drafters.sequoia.base")
-        if not isinstance(base, TreeDrafting):
+        if not isinstance(base, TreeDrafting) or base.name in APPROXIMATE_DRAFTERS:
             raise InvalidArgument(
                 "decode_worker.drafters.sequoia.base", f"{base.name} cannot draft a tree of a given shape"
             )

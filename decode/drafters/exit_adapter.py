@@ -124,12 +124,17 @@ def exit_shape(manifest: ArtifactManifest, source: str) -> ExitShape:
     whole = [size for name, size in sizes.items() if name != "norm_epsilon"]
     if sizes.keys() != {*names} or not all(isinstance(size, int) and size > 0 for size in whole):
         raise InvalidArgument("artifact.shape", f"{source} must give {', '.join(names)}; it has {sizes}")
+    epsilon = sizes["norm_epsilon"]
+    if not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
+        raise InvalidArgument(
+            "artifact.shape", f"{source}: norm_epsilon must be above 0 and below 1, is {epsilon!r}"
+        )
     return ExitShape(
         hidden_dim=int(sizes["hidden_dim"]),
         exit_layer=int(sizes["exit_layer"]),
         width=int(sizes["width"]),
         draft_vocab=int(sizes["draft_vocab"]),
-        norm_epsilon=float(sizes["norm_epsilon"]),
+        norm_epsilon=float(epsilon),
     )
 
 

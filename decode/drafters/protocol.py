@@ -40,7 +40,8 @@ class DrafterNeeds:
     `largest_position`: past it the drafter is not asked (None: no limit). `auxiliary_rows`: rows of the target
     that a draft may want beside its nodes, evaluated for the drafter alone. They come whole or not at all: where
     rows run short they go before any node. `rollback_threshold`: of a drafter named in `APPROXIMATE_DRAFTERS`, -log
-    of the target's probability up to which its chains' tokens are kept.
+    of the target's probability up to which its chains' tokens are kept. `remembers_answers`: its drafts may be of an
+    earlier answer to the same request.
     """
 
     max_draft_length: int
@@ -53,6 +54,7 @@ class DrafterNeeds:
     default_draft_width: int = 1
     auxiliary_rows: int = 0
     rollback_threshold: float | None = None
+    remembers_answers: bool = False
 
     def rows(self, depth: int, width: int) -> int:
         """Rows behind the root that a draft may take: its nodes and, where it drafts at all, the auxiliary rows."""

@@ -185,6 +185,7 @@ def union_of_needs(needs: Sequence[DrafterNeeds]) -> DrafterNeeds:
         max_draft_width=sum(need.max_draft_width for need in needs),
         default_draft_width=sum(need.default_draft_width for need in needs),
         auxiliary_rows=sum(need.auxiliary_rows for need in needs),
+        remembers_answers=any(need.remembers_answers for need in needs),
     )
 
 

@@ -11,7 +11,7 @@ from core.clock import FakeClock, SystemClock
 from core.errors import ServiceError
 from core.metrics import Metrics
 from core.prefix_hash import extend_block_hashes
-from core.records import SamplingParams, SpeculationParams, SpeculationReport, TicketClaims
+from core.records import SamplingParams, SpeculationParams, SpeculationReport, TicketClaims, VerificationMode
 from core.settings import DecodeSettings, EngineSettings
 from core.tokenizer import Tokenizer
 from decode.choice import Burst, Event, Request
@@ -169,11 +169,12 @@ class LoopStand:
         drafter: str = "pass",
         draft_length: int | None = 4,
         committed: Mapping[int, Sequence[int]] | None = None,
+        verification: VerificationMode = "invariant",
     ) -> Asked:
         """Queue a request."""
         claims = TicketClaims(
-            request_id="request", attempt=1, tenant="test", prompt_digest=b"", model_revision="", adapter="",
-            numerics_class="", seed=sampling.seed or 0, decode_worker_id="", decode_epoch="",
+            request_id=f"request-{len(self._asked)}", attempt=1, tenant="test", prompt_digest=b"", model_revision="",
+            adapter="", numerics_class="", seed=sampling.seed or 0, decode_worker_id="", decode_epoch="",
             prefill_worker_ids=(), expires_unix_ms=0, cache_salt=b"",
         )  # fmt: skip
         job = DecodeJob(
@@ -181,7 +182,9 @@ class LoopStand:
             ticket=common_pb2.Ticket(),
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
-            speculation=SpeculationParams(drafter=drafter, draft_length=draft_length, draft_width=1),
+            speculation=SpeculationParams(
+                drafter=drafter, draft_length=draft_length, draft_width=1, verification=verification
+            ),
             draft_length_fixed=draft_length is not None and drafter != "none",
             committed=tuple(
                 CommittedChoice(index, tuple(ids), False) for index, ids in (committed or {}).items()

@@ -68,6 +68,15 @@ def test_an_answer_goes_on_without_a_drafter_that_it_did_not_take_or_that_is_not
     assert keep_drafter(kept, "medusa", hosted) == kept
 
 
+def test_an_answer_that_began_exact_stays_exact_whatever_the_policy_says_meanwhile() -> None:
+    hosted = frozenset({"none", "medusa", "cascade"})
+    asked = SpeculationParams(allow_approximate=True)
+    plan = choose_drafting(asked, ClassPolicy(drafter="cascade"), hosted, 16)
+    assert plan.speculation.drafter == "cascade"
+    assert keep_drafter(plan, "medusa", hosted).speculation.drafter == "none"
+    assert keep_drafter(plan, "cascade", hosted) == plan
+
+
 async def test_a_drafter_given_by_client_or_policy_is_no_choice(tmp_path: Path) -> None:
     policies = tmp_path / "policies.toml"
     policies.write_text('[class.chat]\ndrafter = "medusa"\n')

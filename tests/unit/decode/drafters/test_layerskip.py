@@ -300,6 +300,11 @@ def test_an_adapter_that_overflows_drafts_nothing_and_says_so(model: Path) -> No
         ({"shape": asdict(replace(SHAPE, norm_epsilon=1e-6))}, r"artifact\.shape\.norm_epsilon"),
         ({"shape": asdict(replace(SHAPE, draft_vocab=301))}, r"artifact\.shape\.draft_vocab"),
         ({"shape": asdict(SHAPE) | {"width": 32.5}}, r"artifact\.shape"),
+        *[
+            ({"shape": asdict(SHAPE) | {"norm_epsilon": wrong}}, r"artifact\.shape.*norm_epsilon")
+            for wrong in (None, "x", [1e-5], 0)
+        ],
+        ({"acceptance": {"all": [10**400]}}, r"artifact.*acceptance is"),
         ({"shape": asdict(replace(SHAPE, exit_layer=3))}, r"artifact\.shape\.exit_layer"),
         ({"shape": asdict(replace(SHAPE, width=16))}, r"gate\.weight|up\.weight|down\.weight"),
         ({"target_revision": "other"}, r"artifact\.target_revision"),
@@ -321,6 +326,7 @@ def test_an_artifact_that_does_not_fit_is_refused_by_file_and_field(
     ("name", "tensor"),
     [
         ("gate.weight", torch.full((32, 64), torch.nan)),
+        ("gate.weight", torch.full((32, 64), 1e300, dtype=torch.float64)),
         ("gate.weight", torch.zeros(32, 64, dtype=torch.int64)),
         ("token_ids", torch.arange(200).flip(0)),
         ("token_ids", torch.arange(150, 350)),
