@@ -17,7 +17,7 @@ def require_files(settings: ServeSettings) -> None:
     """Of a deployment on this machine. Raises InvalidArgument naming the field."""
     drafters = settings.decode_worker.drafters
     for field, path in _named(drafters, "decode_worker.drafters"):
-        if not Path(path).exists():
+        if not Path(path).expanduser().exists():
             raise InvalidArgument(field, f"{path} is not there")
     load_policies(settings.router.policy_file)
 

@@ -118,7 +118,7 @@ class _Launcher:
         return 1 if self._failed else 0
 
     def _ended_as_wanted(self, code: int) -> bool:
-        """By a signal, also one to the supervisor alone, which then drains and ends with 0."""
+        """By a signal, or with 0: after one to the supervisor alone, or in a cluster, which it leaves when ready."""
         return self._signals_seen > 0 or code == 0
 
     def _on_event(self, line: bytes) -> None:

@@ -2,8 +2,8 @@
 
 Started by `cluster/serve.py` as `python -m cluster.supervisor`. On stdin: one line of settings (secrets included, so
 that they are in no argument and no file), then `drain` or `now`; the end of stdin means that the CLI is dead. On
-stdout: one JSON event a line. SIGTERM and SIGINT drain it, too. It adopts orphans, so that every descendant stays in
-sight.
+stdout: one JSON event a line. SIGTERM and SIGINT are as `drain` once Ray is about to start here. It adopts orphans, so
+that every descendant stays in sight.
 """
 
 import asyncio
@@ -43,6 +43,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S: Final = 2.0
 _LOOK_AGAIN_S: Final = 0.1
 _SWEEP_TIMEOUT_S: Final = 5.0
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _RAY_VARIABLES: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",
@@ -89,6 +90,8 @@ def main() -> None:
     except Exception as error:  # boundary: the CLI is told, and nothing stays behind
         _LOGGER.exception("the supervisor failed")
         events.send("failed", f"{type(error).__name__}: {error}")
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     _end(directory)
     os._exit(code)
 
@@ -130,7 +133,7 @@ def _obey(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, directory: Path)
 
 
 async def _run_local(settings: ServeSettings, directory: Path, events: Events, stop: asyncio.Event) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     set_variables({**compute_thread_variables(settings.engine.num_threads), **_RAY_VARIABLES})
     set_variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})

@@ -67,6 +67,7 @@ class Choice:
 
     With a table, K and V of all tokens but the last are in it whenever the choice is among the running ones.
     A choice with `beams` is searched for: while it runs they hold the tables, and it has tokens only when it ends.
+    `taken_off`: its drafter raised or stalled, and is asked no more.
     """
 
     key: int

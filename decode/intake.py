@@ -55,7 +55,7 @@ class RequestFactory:
     ) -> Request:
         """The request of a job. Raises InvalidArgument for a drafter or draft length that this worker lacks.
 
-        `company`: requests that run now, by drafter. FailedPrecondition for `pass` where the target is not pipelined.
+        `company`: live requests by drafter. FailedPrecondition for `pass` where the target is not pipelined.
         """
         drafter, reason = self._choose(job, company)
         speculation = job.speculation

@@ -35,7 +35,7 @@ RESUME_WAIT_S = 60.0
 FIRST_WAIT_POLLS = 3
 """How many registry polls a request that has not begun waits for one: long enough to forget a suspicion."""
 LOSSES_WITH_A_DRAFTER = 2
-"""So many workers may be lost that had begun an answer before it goes on without its drafter, which may be why."""
+"""So many workers may be lost under a begun answer before it goes on without its drafter, which may be why."""
 TICKET_SLACK_S = 30.0
 """By how much a ticket outlives the deadline, since clocks of hosts differ; the deadline travels with the call."""
 
@@ -103,7 +103,7 @@ class Attempts:
 
         At most `max_attempts` workers may be lost. A full worker is no loss: another one is asked, and an answer that
         has begun waits for room. A worker that took the request is overloaded by a slow reader only: that is the end.
-        Behind `LOSSES_WITH_A_DRAFTER` losses it goes on without its drafter.
+        Behind `LOSSES_WITH_A_DRAFTER` losses an answer that has begun goes on without its drafter.
         """
         busy: frozenset[str] = frozenset()
         failure: ServiceError = Unavailable("no decode worker is ready")
@@ -122,7 +122,7 @@ class Attempts:
                     raise
                 self._services.directory.suspect(placement.decode.epoch)
                 self._losses += 1
-                self._losses_begun += self._streaming
+                self._losses_begun += self._numerics_class is not None and isinstance(error, WorkerLost)
                 self._wait_until_s = None
                 failure, finished = error, self._finished_without_worker()
             if finished is not None:

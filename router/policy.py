@@ -168,7 +168,7 @@ def keep_drafter(plan: DraftPlan, drafter: str, hosted: frozenset[str]) -> Draft
     """
     if drafter == AUTO:
         return plan
-    if plan.speculation.approximation and drafter not in APPROXIMATE_DRAFTERS:
+    if plan.speculation.drafter in APPROXIMATE_DRAFTERS and drafter not in APPROXIMATE_DRAFTERS:
         return _plainly(plan, "auto: the answer began as an exact one, so none", "")
     if not plan.candidates:
         return plan

@@ -182,7 +182,7 @@ def _check_speculation(
         if drafter == PASS_DRAFTER:
             raise FailedPrecondition("speculation.drafter", NO_PIPELINE)
         names = ", ".join(sorted({AUTO, NO_DRAFTER} | offer.drafters))
-        known = drafter in DraftersSettings.model_fields
+        known = drafter in DraftersSettings.model_fields.keys() - {"shipped", "versions", "pass_drafter"}
         mend = f"; the setting decode_worker.drafters.{drafter} hosts it" if known else ""
         raise InvalidArgument("speculation.drafter", f"{drafter!r} is not offered here; {names} are{mend}")
     if message.verification not in common_pb2.Verification.values():

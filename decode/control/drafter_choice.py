@@ -15,7 +15,7 @@ that is more than what is taken brings, by `WORTH_DOUBTING` at least; where plai
 brought most, if that is more than 1 by as much. Nothing is drawn at random, and no candidate is given up.
 
 Every drafter of a batch takes its own time in each step, so trials are dear in company: where others run, three trials
-in four go to the candidate that most of them use, and the rest to the one that is to be tried.
+in four go to the candidate that most of them use, if they use any, and the rest to the one that is to be tried.
 """
 
 import math
@@ -105,7 +105,7 @@ class DrafterChoice:
     ) -> str:
         """The drafter of the next request: one of the candidates, at least one, the likeliest first; or `PLAIN`.
 
-        `company`: answers that run now, by drafter.
+        `company`: live requests by drafter.
         """
         known = self._classes.setdefault(request_class, _ClassFigures())
         known.requests += 1

@@ -42,7 +42,8 @@ class StepTimeTable:
         return not self._means
 
     def record(self, count: int, seconds: float) -> None:
-        """One measurement. Values that are no durations are ignored; a long stall counts as a half more at most."""
+        """One measurement. Values that are no durations are ignored; a stall counts as a half more at most, a
+        sudden gain as a third less."""
         if not (0 <= count <= self.max_count) or not math.isfinite(seconds) or seconds <= 0.0:
             return
         weight = self._weights.get(count, 0.0)
@@ -54,6 +55,10 @@ class StepTimeTable:
             seconds = change ** (1.0 - _PACE_SHARE) * mean
         else:
             seconds /= self._pace
+            if weight and seconds * _LARGEST_CHANGE < mean:
+                mean = seconds  # what came first was a stall
+            elif weight:
+                seconds = min(seconds, _LARGEST_CHANGE * mean)
         self._means[count] = mean + (seconds - mean) * max(_NEW_SAMPLE_SHARE, 1.0 / (weight + 1.0))
         self._weights[count] = weight + 1.0
         self._records += 1

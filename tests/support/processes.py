@@ -17,12 +17,12 @@ def gone(process: psutil.Process) -> bool:
 
 def title_of(process: psutil.Process) -> str:
     """What `ps` shows of it; empty when it has ended."""
-    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+    with suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
 
 
 def redis_server(cluster: LocalCluster) -> psutil.Process | None:
-    """The embedded redis-server; None while none runs."""
+    """The embedded redis-server; None while none runs, or two, as one follows the other."""
     found = [process for process in cluster.processes() if "redis-server" in title_of(process)]
     return found[0] if len(found) == 1 else None

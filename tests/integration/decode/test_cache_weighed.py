@@ -32,6 +32,9 @@ def test_the_same_seed_asked_again_follows_the_target_as_well(
             asked = stand.ask([1 + seed, 2, 3, 4], sampling, drafter, length, verification=verification)
             stand.run()
             counts.update(asked.ids[1:])
+    assert asked.report
+    assert asked.report.drafter == "cache"
+    assert asked.report.proposed_nodes > 0
     shares = {name: counts[9] / counts.total() for name, counts in drawn.items()}
     assert 0.1 < shares["plain"] < 0.4
     assert shares["first"] == pytest.approx(shares["plain"], abs=0.07)

@@ -89,9 +89,12 @@ async def test_a_worker_that_always_fails_costs_max_attempts_and_one_unavailable
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_an_answer_under_which_two_workers_were_lost_goes_on_without_its_drafter() -> None:
+@pytest.mark.parametrize("second_after", [0, 3])
+async def test_an_answer_under_which_two_workers_were_lost_goes_on_without_its_drafter(
+    second_after: int,
+) -> None:
     async with router_stand() as stand:
-        stand.workers[0].faults.extend([Fault("unavailable", 3)] * 2)
+        stand.workers[0].faults.extend([Fault("unavailable", 3), Fault("unavailable", second_after)])
         reply = await collect(stand.inference.Generate(request("hello", 20)))
         asked = [made.speculation.drafter for made in stand.workers[0].requests]
     assert asked == ["ngram", "ngram", "none"]

@@ -75,6 +75,9 @@ def test_an_answer_that_began_exact_stays_exact_whatever_the_policy_says_meanwhi
     assert plan.speculation.drafter == "cascade"
     assert keep_drafter(plan, "medusa", hosted).speculation.drafter == "none"
     assert keep_drafter(plan, "cascade", hosted) == plan
+    typical = SpeculationParams("medusa", verification="typical", allow_approximate=True)
+    named = choose_drafting(typical, ClassPolicy(drafter="cascade"), hosted, 16)
+    assert keep_drafter(named, "medusa", hosted) == named, "a mode is no drafter"
 
 
 async def test_a_drafter_given_by_client_or_policy_is_no_choice(tmp_path: Path) -> None:

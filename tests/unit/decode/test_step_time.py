@@ -48,6 +48,17 @@ def test_a_machine_that_slows_down_for_a_while_leaves_no_count_dear(slow: float)
     assert table.seconds[16] == pytest.approx(0.032, rel=0.1), "it was not seen since"
 
 
+@pytest.mark.parametrize("place", range(6))
+def test_a_stall_among_the_first_measurements_makes_no_other_count_cheap(place: int) -> None:
+    table = StepTimeTable(32)
+    for _ in range(100):
+        table.record(16, 0.032)
+    for number in range(40):
+        table.record(8, 0.28 if number == place else 0.028)
+    assert table.seconds[16] == pytest.approx(0.032, rel=0.1)
+    assert table.seconds[8] == pytest.approx(0.028, rel=0.1)
+
+
 def test_one_stall_is_not_the_pace_of_the_machine() -> None:
     table = StepTimeTable(32)
     for _ in range(100):

@@ -332,5 +332,5 @@ def test_a_drafter_that_is_known_but_not_hosted_is_refused_with_the_setting_that
     with pytest.raises(InvalidArgument, match=r"decode_worker\.drafters\.rest"):
         check(changed(speculation(drafter="rest")))
     with pytest.raises(InvalidArgument) as caught:
-        check(changed(speculation(drafter="oracle")))
+        check(changed(speculation(drafter="shipped")))
     assert "decode_worker" not in caught.value.message
