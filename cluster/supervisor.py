@@ -133,6 +133,7 @@ def _obey(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, directory: Path)
 
 
 async def _run_local(settings: ServeSettings, directory: Path, events: Events, stop: asyncio.Event) -> None:
+    require_files(settings)
     for number in _STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     set_variables({**compute_thread_variables(settings.engine.num_threads), **_RAY_VARIABLES})
@@ -140,7 +141,6 @@ async def _run_local(settings: ServeSettings, directory: Path, events: Events, s
     from cluster.pools import Pools, leave_ray, start_local_ray
 
     settings = _with_turns(_with_port(settings), directory)
-    require_files(settings)
     require_free(settings.listen)
     resolving = asyncio.to_thread(
         resolve_model, settings.model, cache_directory(), lambda line: events.send("progress", line)

@@ -128,7 +128,7 @@ class RequestFactory:
             key=key,
             history=history,
             sampling=sampling,
-            seed=_noise_seed(job, drafter),
+            seed=job.claims.seed,
             choice=index,
             verification=speculation.verification,
             hidden=lambda start, end: self._kv.read_hidden(_table_of(choice), start, end),
@@ -137,6 +137,8 @@ class RequestFactory:
             request_class=job.request_class,
             isolation=f"{job.claims.tenant}/{job.claims.cache_salt.hex()}",
         )
+        if draft_request.is_weighed and drafter.needs.remembers_answers:
+            draft_request.seed = _seed_of_attempt(job)
         choice = Choice(
             key=key,
             index=index,
@@ -203,16 +205,12 @@ def _check_lengths(job: DecodeJob, drafter: Drafter) -> None:
         )
 
 
-def _noise_seed(job: DecodeJob, drafter: Drafter) -> int:
-    """The request's own, but where only the distribution is promised and drafts come from earlier answers.
+def _seed_of_attempt(job: DecodeJob) -> int:
+    """Of noise that no two attempts share, where only the distribution is promised and drafts are of earlier answers.
 
-    One of these may be of the same prompt and seed: made with the very noise that would judge it. So no two attempts
-    share theirs.
+    One of these may be of the same prompt and seed: made with the very noise that would judge it.
     """
-    seed, weighed = job.claims.seed, job.speculation.verification in ("rejection", "block")
-    if not (weighed and drafter.needs.remembers_answers) or job.sampling.greedy:
-        return seed
-    attempt = f"{seed}/{job.claims.request_id}/{job.claims.attempt}"
+    attempt = f"{job.claims.seed}/{job.claims.request_id}/{job.claims.attempt}"
     return int.from_bytes(hashlib.blake2b(attempt.encode(), digest_size=8).digest(), "little")
 
 
